@@ -11,7 +11,7 @@ import re
 __all__ = ["EscapedStream", "escaped"]
 
 
-class _Table(dict[int, str]):
+class _EscapeTable(dict[int, str]):
     """Maps each character that is not printable to its escape, for `str.translate`."""
 
     def __missing__(self, code: int) -> str:
@@ -19,8 +19,8 @@ class _Table(dict[int, str]):
         return letter if letter.isprintable() else ascii(letter)[1:-1]
 
 
-_ALL = _Table({number: _Table()[number] for number in range(256)})
-_LINES = _Table({**_ALL, ord("\n"): "\n", ord("\t"): "\t"})
+_ALL = _EscapeTable({number: _EscapeTable()[number] for number in range(256)})
+_LINES = _EscapeTable({**_ALL, ord("\n"): "\n", ord("\t"): "\t"})
 
 _PLAIN = bytes([*b"\t\n", *range(32, 127)])
 """Bytes that stand for themselves."""

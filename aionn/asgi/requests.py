@@ -8,7 +8,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import HTTPConnection
 
 import aionn
-from aionn.asgi.served import Models, Wanted
+from aionn.asgi.served import Models, WantedModel
 from aionn.errors import CallerError
 
 __all__ = ["RETRY_AFTER_S", "burst", "compilation", "models"]
@@ -65,7 +65,7 @@ def compilation(name: str) -> Callable[[HTTPConnection], Awaitable[aionn.Compila
     return compilation_of
 
 
-def _serving(connection: HTTPConnection, name: str) -> Wanted:
+def _serving(connection: HTTPConnection, name: str) -> WantedModel:
     wanted = models(connection).wanted(name)
     if wanted.compilation is None:
         why = f" ({wanted.failure})" if wanted.failure else ""

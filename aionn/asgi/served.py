@@ -29,7 +29,7 @@ from aionn.hal.values import outside_frames
 from aionn.runtime.progress import expecting
 from aionn.runtime.runtime import opened_of
 
-__all__ = ["ModelSpec", "Models", "Wanted", "checked_models"]
+__all__ = ["ModelSpec", "Models", "WantedModel", "checked_models"]
 
 logger = logging.getLogger("aionn.asgi")
 
@@ -41,7 +41,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 
 
 @dataclass(slots=True)
-class Wanted:
+class WantedModel:
     """A model that an app wants.
 
     Attributes:
@@ -58,7 +58,7 @@ class Wanted:
     failure: str = ""
 
 
-def checked_models(models: Mapping[str, ModelSpec]) -> list[Wanted]:
+def checked_models(models: Mapping[str, ModelSpec]) -> list[WantedModel]:
     """Return what `lifespan(models=)` asks for.
 
     Raises:
@@ -76,7 +76,7 @@ def checked_models(models: Mapping[str, ModelSpec]) -> list[Wanted]:
             )
         if unknown := sorted(set(options) - known):
             raise CallerError(f"lifespan: model {name!r} has the option {unknown[0]!r}, which Runtime.compile does not have")
-        found.append(Wanted(name, source, dict(options)))
+        found.append(WantedModel(name, source, dict(options)))
     return found
 
 
@@ -87,7 +87,7 @@ class Models:
         runtime: the app's. `Runtime.health` says how its models do.
     """
 
-    def __init__(self, runtime: aionn.Runtime, wanted: list[Wanted]) -> None:
+    def __init__(self, runtime: aionn.Runtime, wanted: list[WantedModel]) -> None:
         opened = opened_of(runtime)
         assert opened is not None
         self.runtime = runtime
@@ -114,7 +114,7 @@ class Models:
         """End what is not compiled yet."""
         self._scope.cancel()
 
-    def wanted(self, name: str) -> Wanted:
+    def wanted(self, name: str) -> WantedModel:
         """Return the model of that name, which may not serve yet.
 
         Raises:
@@ -144,7 +144,7 @@ class Models:
                 for wanted in self._wanted.values():
                     tasks.start_soon(self._prepare, wanted)
 
-    async def _prepare(self, wanted: Wanted) -> None:
+    async def _prepare(self, wanted: WantedModel) -> None:
         """Compile a model, and try again after an error that may pass. Stays, so that health shows the failure, after one that will not."""
         pause_s = _FIRST_PAUSE_S
         with expecting(self._session.reports, wanted.name, bool(wanted.options.get("required", True))) as shown:
@@ -164,7 +164,7 @@ class Models:
                 await anyio.sleep(pause_s)
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
-    async def _attempt(self, wanted: Wanted) -> Exception | None:
+    async def _attempt(self, wanted: WantedModel) -> Exception | None:
         """Compile a model once. Returns the error if that failed."""
         try:
             source = wanted.source

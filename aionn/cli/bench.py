@@ -21,7 +21,7 @@ from typing import Any
 
 import aionn
 from aionn.cli import bench_subjects as subjects
-from aionn.cli.bench_compare import Change, changes
+from aionn.cli.bench_compare import MeasureChange, changes
 from aionn.cli.bench_machine import Others, machine, machine_line
 from aionn.cli.bench_rounds import Measured
 from aionn.cli.printing import NotDoneError, UsageError, duration, error_console, print_json, print_table
@@ -162,7 +162,7 @@ def _are_times(seconds: Any) -> bool:
     return isinstance(seconds, list) and bool(seconds) and all(type(one) in (int, float) and 0 < one < _MOST_S for one in seconds)
 
 
-def _print(report: Mapping[str, Any], compared: Sequence[Change]) -> None:
+def _print(report: Mapping[str, Any], compared: Sequence[MeasureChange]) -> None:
     print(machine_line(report["machine"]))
     by_name = {one.name: one for one in compared}
     columns = ["measure", "p50>", "p99>", "times>", *(["before>", "change>", "chance>"] if compared else [])]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Any
 
-__all__ = ["LOSS", "Change", "changes", "probability_of_chance"]
+__all__ = ["LOSS", "MeasureChange", "changes", "probability_of_chance"]
 
 LOSS = 0.10
 """A loss up to this share is not reported as one."""
@@ -24,7 +24,7 @@ CHANCE = 0.01
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class MeasureChange:
     """What became of one measure.
 
     Attributes:
@@ -48,11 +48,11 @@ class Change:
         return self.ratio > 1 + LOSS and self.chance < CHANCE
 
 
-def changes(before: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]]) -> list[Change]:
+def changes(before: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]]) -> list[MeasureChange]:
     """Compare the measures that two reports have in common, by their names and the medians of their rounds."""
     old = {one["name"]: one["rounds_p50_s"] for one in before}
     return [
-        Change(
+        MeasureChange(
             one["name"],
             one["rival"],
             statistics.median(old[one["name"]]),

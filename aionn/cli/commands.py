@@ -69,7 +69,7 @@ def compile_(
         state_dir: Folder of the records that vouch for the cache; it must last as long. Default: $XDG_STATE_HOME/aionn, else
             ~/.local/state/aionn.
     """
-    from aionn.cli.compiling import CompileOptions, compile_model
+    from aionn.cli.compiling import CompileArguments, compile_model
 
     if stages is not None:
         if device:
@@ -77,7 +77,7 @@ def compile_(
         device = [name.strip() for name in stages.split(",")]
         if not all(device) or len(set(device)) < len(device):
             raise UsageError(f"--stages {stages!r}: give names of devices with commas between, each once, as in onnxruntime,openvino")
-    options = CompileOptions(cache_dir, device, stages is not None, state_dir, {"threads": threads, "instances": instances})
+    options = CompileArguments(cache_dir, device, stages is not None, state_dir, {"threads": threads, "instances": instances})
     compile_model(model, options, as_json=json)
 
 

@@ -23,7 +23,7 @@ from aionn.cli.printing import NotDoneError, digest, duration, error_console, pr
 from aionn.escapes import escaped
 from aionn.events import CompileDone, CompileStep, CompileWaiting, Event, StageChanged
 
-__all__ = ["CompileOptions", "compile_model", "describe", "progress"]
+__all__ = ["CompileArguments", "compile_model", "describe", "progress"]
 
 _WORTH_SAYING_S = 0.1
 """A step is shown with what it took the last time if that was so long."""
@@ -88,7 +88,7 @@ def describe(outcome: CacheOutcome) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class CompileOptions:
+class CompileArguments:
     """How `aionn compile` compiles a model. The command line describes each option.
 
     Attributes:
@@ -104,7 +104,7 @@ class CompileOptions:
     of_engine: Mapping[str, Any]
 
 
-def compile_model(path: str, options: CompileOptions, *, as_json: bool) -> None:
+def compile_model(path: str, options: CompileArguments, *, as_json: bool) -> None:
     """Compile, and print what was stored.
 
     Raises:
@@ -143,7 +143,7 @@ def _differing(parts: Sequence[str]) -> str:
     return "" if "device" in parts else "".join(f", other {part}" for part in parts)
 
 
-async def _compile(path: str, options: CompileOptions) -> list[dict[str, Any]]:
+async def _compile(path: str, options: CompileArguments) -> list[dict[str, Any]]:
     cache_dir, devices = options.cache_dir, options.devices
     model = await aionn.Model.load(path)
     done = []
@@ -165,7 +165,7 @@ async def _compile(path: str, options: CompileOptions) -> list[dict[str, Any]]:
 
 
 async def _stages(
-    runtime: aionn.Runtime, model: aionn.Model, path: str, options: CompileOptions, names: Sequence[str]
+    runtime: aionn.Runtime, model: aionn.Model, path: str, options: CompileArguments, names: Sequence[str]
 ) -> list[dict[str, Any]]:
     """Return the outcome of each stage as JSON values."""
     with progress(f"{Path(path).name} in stages") as show:

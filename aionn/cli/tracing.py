@@ -10,7 +10,7 @@ from typing import Any
 from aionn.cli.printing import NotDoneError, UsageError, duration, print_json
 from aionn.escapes import escaped
 from aionn.pages import FoundPage, LayoutError, find_page
-from aionn.pages.collecting import READ_S, Collector
+from aionn.pages.collecting import READ_S, RecordReader
 from aionn.trace.events import Recorded
 from aionn.trace.file import write
 
@@ -32,7 +32,7 @@ def trace_process(pid: int, seconds: float, path: str, as_json: bool) -> None:
     page = _page_of(pid)
     began_ns = time.monotonic_ns()
     try:
-        collector = Collector(page)
+        collector = RecordReader(page)
     except (OSError, LayoutError) as error:
         raise NotDoneError(f"process {pid} ended before it could be traced: {error}") from error
     pause_s = READ_S

@@ -30,7 +30,7 @@ from aionn.driver.memories import EngineBuffer, constants_of
 from aionn.driver.options import OptionalFacts, runs_on
 from aionn.driver.prepared_model import EnginePreparedModel
 from aionn.driver.priority import Turns
-from aionn.driver.sharing import Identity, Shared, Sharing, identity_of, identity_of_stored
+from aionn.driver.sharing import CompiledIdentity, Shared, Sharing, identity_of, identity_of_stored
 from aionn.driver.threads import Threads, trim_arenas
 from aionn.driver.tuning import Tuning
 from aionn.errors import CompilationError, DeadlineError
@@ -153,7 +153,7 @@ class EngineDevice:
         return self._sharing.find(identity_of(model, contents, options)), contents
 
     async def _executables(
-        self, identity: Identity | None, fresh: Shared, options: PrepareOptions, flag: CancelFlag, again: bool = False
+        self, identity: CompiledIdentity | None, fresh: Shared, options: PrepareOptions, flag: CancelFlag, again: bool = False
     ) -> tuple[Shared, Sequence[Executable]]:
         """Return executables of the same model that is here already, so that the fresh one goes, or else offer the fresh one to others."""
         known = self._sharing.find(identity)

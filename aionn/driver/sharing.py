@@ -26,14 +26,14 @@ from aionn.hal.interfaces import PrepareOptions
 from aionn.hal.model import Model, known_contents, may_change
 from aionn.hal.types import MemoryKind
 
-__all__ = ["Identity", "Shared", "Sharing", "identity_of", "identity_of_stored"]
+__all__ = ["CompiledIdentity", "Shared", "Sharing", "identity_of", "identity_of_stored"]
 
 
 _SEALED_BYTES = 16 << 20
 """A model without a token whose sealed constants are larger is not recognised: the loop would take too long to digest them."""
 
 
-class Identity(msgspec.Struct, frozen=True):
+class CompiledIdentity(msgspec.Struct, frozen=True):
     """What was compiled, and how.
 
     Attributes:
@@ -73,13 +73,13 @@ def _base_of(model: Model) -> bytes:
     return digest.digest()
 
 
-def identity_of(model: Model, contents: bytes, options: PrepareOptions) -> Identity | None:
+def identity_of(model: Model, contents: bytes, options: PrepareOptions) -> CompiledIdentity | None:
     """Return the identity of a model whose constants that may change have these contents, or None if it cannot be recognised."""
     base = _base_of(model)
     if not base:
         return None
     told = bool(model.token) and contents == known_contents(model)
-    return Identity(base, b"" if told else contents, _shaping(options))
+    return CompiledIdentity(base, b"" if told else contents, _shaping(options))
 
 
 class Shared:
@@ -102,9 +102,9 @@ class Sharing:
     """The executables of one device that can be shared, for as long as a prepared model uses them."""
 
     def __init__(self) -> None:
-        self._live: weakref.WeakValueDictionary[Identity, Shared] = weakref.WeakValueDictionary()
+        self._live: weakref.WeakValueDictionary[CompiledIdentity, Shared] = weakref.WeakValueDictionary()
 
-    def find(self, identity: Identity | None) -> Shared | None:
+    def find(self, identity: CompiledIdentity | None) -> Shared | None:
         """Return the executable of that identity, or None."""
         return None if identity is None else self._live.get(identity)
 
@@ -120,16 +120,16 @@ class Sharing:
         live = [shared for known, shared in list(self._live.items()) if known.options == shaping]
         return {shared.loaded.digests: shared.loaded for shared in live if shared.loaded is not None}
 
-    def offer(self, identity: Identity | None, shared: Shared) -> None:
+    def offer(self, identity: CompiledIdentity | None, shared: Shared) -> None:
         """Offer an executable to later preparations, if its engine can share it."""
         if identity is not None and hasattr(shared.executable, "share"):
             self._live.setdefault(identity, shared)
 
 
-def identity_of_stored(loaded: Loaded, options: PrepareOptions) -> Identity | None:
+def identity_of_stored(loaded: Loaded, options: PrepareOptions) -> CompiledIdentity | None:
     """Return the identity of a model from verified cache files."""
     token = loaded.description.model_token
-    return Identity(token, b"", _shaping(options), loaded.key_id) if token else None
+    return CompiledIdentity(token, b"", _shaping(options), loaded.key_id) if token else None
 
 
 def _shaping(options: PrepareOptions) -> PrepareOptions:

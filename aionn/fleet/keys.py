@@ -19,14 +19,14 @@ __all__ = ["BuilderKey"]
 _MAX_FILE_BYTES = 4096
 
 
-class _KeyFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _PrivateKeyFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A private key file."""
 
     ed25519_private: Annotated[str, msgspec.Meta(pattern=f"^[0-9a-f]{{{2 * KEY_BYTES}}}$")]
     name: Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
 
 
-_decoder = msgspec.json.Decoder(_KeyFile)
+_decoder = msgspec.json.Decoder(_PrivateKeyFile)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class BuilderKey:
         except OSError as error:
             raise CallerError(f"the private key cannot be written to {os.fspath(path)!r}: {error.strerror}") from error
         with open(fd, "wb") as file:
-            file.write(msgspec.json.format(msgspec.json.encode(_KeyFile(self.private_key.hex(), self.name))) + b"\n")
+            file.write(msgspec.json.format(msgspec.json.encode(_PrivateKeyFile(self.private_key.hex(), self.name))) + b"\n")
 
     @property
     def public(self) -> TrustedKey:

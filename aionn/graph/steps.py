@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 import msgspec
 from blake3 import blake3
 
-__all__ = ["TEMPORARY_ALIGNMENT_BYTES", "Layout", "Step", "check_steps", "lay_out", "lifetimes", "step_token"]
+__all__ = ["TEMPORARY_ALIGNMENT_BYTES", "Step", "TemporaryLayout", "check_steps", "lay_out", "lifetimes", "step_token"]
 
 TEMPORARY_ALIGNMENT_BYTES = 64
 """A cache line and AVX-512's width, so engines can read and write temporaries in place."""
@@ -43,7 +43,7 @@ class Step(msgspec.Struct, frozen=True):
     outputs: tuple[str, ...]
 
 
-class Layout(msgspec.Struct, frozen=True):
+class TemporaryLayout(msgspec.Struct, frozen=True):
     """Where temporaries lie in one region.
 
     Attributes:
@@ -115,7 +115,7 @@ def lifetimes(steps: Sequence[Step], outputs: Collection[str]) -> dict[str, tupl
     return lives
 
 
-def lay_out(sizes: Mapping[str, int], lives: Mapping[str, tuple[int, int]]) -> Layout:
+def lay_out(sizes: Mapping[str, int], lives: Mapping[str, tuple[int, int]]) -> TemporaryLayout:
     """Give each temporary a place in one region. Temporaries that live at the same step never share a byte.
 
     The largest come first, and each gets the lowest gap that fits between those that live at the same time. The order of equal sizes is
@@ -135,7 +135,7 @@ def lay_out(sizes: Mapping[str, int], lives: Mapping[str, tuple[int, int]]) -> L
         offsets[name] = _gap(taken, size)
         placed.append((offsets[name], offsets[name] + size, first, last))
         end = max(end, offsets[name] + size)
-    return Layout({name: offsets[name] for name in sizes}, end)
+    return TemporaryLayout({name: offsets[name] for name in sizes}, end)
 
 
 def _gap(taken: Iterable[tuple[int, int]], size: int) -> int:

@@ -40,7 +40,7 @@ import typing as _typing
 
 from aionn.lazy import imported_when_asked as _imported_when_asked
 from aionn.pages.app_layout import COUNTERS, Kind, PageView, SlotView, TraceKind, TraceRecord
-from aionn.pages.layout import Activity, Execution, LayoutError
+from aionn.pages.layout import Activity, LayoutError, ShownExecution
 from aionn.pages.page import BEAT_S, DriverPage, PageReader, Slot, private_slot, start_time_of
 
 if _typing.TYPE_CHECKING:
@@ -54,13 +54,13 @@ __all__ = [
     "AppPage",
     "BurstSlot",
     "DriverPage",
-    "Execution",
     "FoundPage",
     "Kind",
     "LayoutError",
     "PageHeader",
     "PageReader",
     "PageView",
+    "ShownExecution",
     "Slot",
     "SlotView",
     "TraceKind",

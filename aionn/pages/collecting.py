@@ -1,7 +1,7 @@
 """Reading the trace records of an app and of all its drivers, from this process or another one.
 
-A `Collector` asks the pages of the app and its drivers for records, again and again for a few seconds each. So a collector that is killed
-costs them nothing later. It keeps what it reads undecoded, because decoding takes longer than what it looks at. A driver that starts
+A `RecordReader` asks the pages of the app and its drivers for records, again and again for a few seconds each. So a reader that is
+killed costs them nothing later. It keeps what it reads undecoded, because decoding takes longer than what it looks at. A driver that starts
 meanwhile takes over what its app is asked for (`PageReader.trace_until`).
 
 Rings have no descriptor to wait for, since their writers make no system call. So they are read every `READ_S`.
@@ -20,7 +20,7 @@ from aionn.pages.app_layout import Kind
 from aionn.pages.finding import Asking, FoundPage, TraceReader, find_drivers
 from aionn.pages.layout import LayoutError
 from aionn.pages.process_use import driver_device
-from aionn.pages.trace_records import Content, Names, add_records
+from aionn.pages.trace_records import BurstNames, RingRecords, add_records
 from aionn.trace.events import Recorded
 
 READ_S, QUIET_S = 0.01, 0.03
@@ -82,8 +82,8 @@ class Harvested:
         python_of: the process whose spans are known already, or 0.
     """
 
-    contents: list[Content] = field(default_factory=list)
-    names: Names = field(default_factory=Names)
+    contents: list[RingRecords] = field(default_factory=list)
+    names: BurstNames = field(default_factory=BurstNames)
     processes: dict[int, str] = field(default_factory=dict)
     time_namespaces: dict[int, int] = field(default_factory=dict)
     lost: int = 0
@@ -97,7 +97,7 @@ class Harvested:
         add_records(recorded, self.contents, self.names, self.python_of)
 
 
-class Collector:
+class RecordReader:
     """Reads records of an app and its drivers. `close` must follow.
 
     Args:
@@ -113,8 +113,8 @@ class Collector:
         self._app = _Process(app)
         self._processes = [self._app]
         self._known: set[tuple[int, int]] = set()
-        self._names = Names()
-        self._contents: deque[Content] = deque()
+        self._names = BurstNames()
+        self._contents: deque[RingRecords] = deque()
         self._bytes = 0  # read so far
         self._pushed_out = 0
         self._looked_ns = self._rings_ns = 0
@@ -159,7 +159,7 @@ class Collector:
     def _take(self, look: bool) -> None:
         for process in self._processes:
             for ring, records in process.take(look):
-                self._contents.append(Content(process.pid, f"lane {ring}", records))
+                self._contents.append(RingRecords(process.pid, f"lane {ring}", records))
                 self._bytes += len(records)
         while self._bytes - 64 * self._pushed_out > MOST_BYTES:
             self._pushed_out += len(self._contents.popleft().records) // 64
@@ -190,10 +190,10 @@ class CollectingThread:
         """Begin to read. Takes over the page.
 
         Raises:
-            OSError, LayoutError: as `Collector`.
+            OSError, LayoutError: as `RecordReader`.
         """
         self._pid = os.getpid()
-        self._collector = Collector(app)
+        self._collector = RecordReader(app)
         self._reading = threading.Lock()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="aionn trace", daemon=True)

@@ -57,7 +57,7 @@ class LayoutError(ValueError):
     """The bytes are not a page of this layout, or not a page of the process that sent them."""
 
 
-class Execution(NamedTuple):
+class ShownExecution(NamedTuple):
     """One execution in progress.
 
     Attributes:
@@ -85,7 +85,7 @@ class Activity(NamedTuple):
 
     state: State
     since_ns: int
-    executing: tuple[Execution, ...]
+    executing: tuple[ShownExecution, ...]
     finished: int
     ended_ns: int
     heartbeat_ns: int
@@ -115,7 +115,7 @@ def check_header(words: Sequence[int], role: int, slots: int = SLOTS, slot_bytes
 
 def activity(words: Sequence[int], started_ns: int = 0) -> Activity:
     """Read what the driver does from the words of its page. A time that is not from `started_ns` to now becomes 0."""
-    executing: list[Execution] = []
+    executing: list[ShownExecution] = []
     finished = ended_ns = 0
     for slot in range(min(words[SLOTS_USED], SLOTS)):
         at = slot_word(slot)
@@ -124,11 +124,11 @@ def activity(words: Sequence[int], started_ns: int = 0) -> Activity:
         finished += done
         ended_ns = max(ended_ns, words[at + ENDED])
         if begun > done:
-            executing.append(Execution(slot, begun, words[at + SINCE]))
+            executing.append(ShownExecution(slot, begun, words[at + SINCE]))
     compiling, loading = words[COMPILES_BEGUN] > words[COMPILES_ENDED], words[LOADS_BEGUN] > words[LOADS_ENDED]
     acts_ns, beat_ns = words[COMPILING_SINCE] if compiling else words[LOADING_SINCE], words[HEARTBEAT]
     now_ns = time.monotonic_ns()  # after all times were read
-    executing = [one if started_ns <= one.since_ns <= now_ns else Execution(one.slot, one.number, 0) for one in executing]
+    executing = [one if started_ns <= one.since_ns <= now_ns else ShownExecution(one.slot, one.number, 0) for one in executing]
     ended_ns = ended_ns if started_ns <= ended_ns <= now_ns else 0
     since_ns = acts_ns if started_ns <= acts_ns <= now_ns else 0
     state: State = "compiling" if compiling else "loading"

@@ -56,7 +56,7 @@ def notes_of(event: Span | Counter) -> Iterator[Note]:
         yield TraceKind.TEXT, number, identity, at_ns, first, second
 
 
-class Names:
+class BurstNames:
     """What bursts belong to, by the numbers of their slots, as a page has shown it at one time and another."""
 
     def __init__(self) -> None:
@@ -78,7 +78,7 @@ class Names:
         return seen[max(0, bisect_right(seen, at_ns, key=lambda one: one[0]) - 1)][1]
 
 
-class Content(NamedTuple):
+class RingRecords(NamedTuple):
     """Records of one ring, one after the other. `lane` names the ring in its process."""
 
     pid: int
@@ -86,7 +86,7 @@ class Content(NamedTuple):
     records: bytes
 
 
-def add_records(recorded: Recorded, contents: Iterable[Content], names: Names, python_of: int = 0) -> None:
+def add_records(recorded: Recorded, contents: Iterable[RingRecords], names: BurstNames, python_of: int = 0) -> None:
     """Decode records. `python_of`: the process whose spans and counters are known already, so that they are left out."""
     frames: dict[tuple[int, int], FrameTimes] = {}
     slots: list[tuple[FrameTimes, int]] = []

@@ -8,7 +8,7 @@ from typing import Protocol
 __all__ = ["Destructor"]
 
 
-class _Closable(Protocol):
+class _ClosedOnce(Protocol):
     @property
     def closed(self) -> bool: ...
 
@@ -21,16 +21,16 @@ class Destructor:
     Python calls `__del__` without awaiting it, and would warn of a coroutine. So the destructor of a closed holder makes no coroutine.
     """
 
-    def __get__(self, holder: _Closable | None, owner: type[_Closable]) -> Callable[..., Awaitable[None]]:
+    def __get__(self, holder: _ClosedOnce | None, owner: type[_ClosedOnce]) -> Callable[..., Awaitable[None]]:
         if holder is None:
             return owner.aclose
         return _nothing if holder.closed else holder.aclose
 
 
-class _Nothing:
+class _EndedAtOnce:
     def __await__(self) -> Generator[None, None, None]:
         yield from ()
 
 
-def _nothing() -> _Nothing:
-    return _Nothing()
+def _nothing() -> _EndedAtOnce:
+    return _EndedAtOnce()

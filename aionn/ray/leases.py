@@ -1,4 +1,4 @@
-"""`Leases`: a limited number of open models, each of which stays open while a request holds a lease on it.
+"""`ModelLeases`: a limited number of open models, each of which stays open while a request holds a lease on it.
 
 This module knows nothing of Ray. A model is named by a text. Its first lease opens it, and it stays open for later leases. When another
 model needs its place, the model that was leased least recently is closed, after its last lease has ended.
@@ -41,7 +41,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from aionn.errors import CallerError, again
 from aionn.tasks import checked_count
 
-__all__ = ["Leases"]
+__all__ = ["ModelLeases"]
 
 logger = logging.getLogger("aionn.ray")
 
@@ -88,7 +88,7 @@ class _Entry(Generic[T]):
             self.opened.exception()  # if all requests have left, the loop must not report the error as never retrieved
 
 
-class Leases(Generic[T]):
+class ModelLeases(Generic[T]):
     """A limited number of open models.
 
     Args:

@@ -3,7 +3,7 @@
 A request names its model by Serve's `multiplexed_model_id`. Two tables know the models of a replica, and they see the same requests.
 
     Serve's table   (`serve.multiplexed`) says which models the replica has. Serve sends a request to a replica that has its model.
-    `Leases`        opens and closes compilations. A request holds a lease on its compilation until it has its outputs.
+    `ModelLeases`        opens and closes compilations. A request holds a lease on its compilation until it has its outputs.
 
 Serve's table holds the names of models only. Serve drops a model that requests still use, or wait for, and calls its `__del__` then, in a
 thread if it is not a coroutine. A name has no `__del__`, so Serve's drop closes nothing. Serve loads one model at a time, under a lock. Its
@@ -22,7 +22,7 @@ import aionn
 from aionn.errors import CallerError, DriverDiedError
 from aionn.ray.held import HeldModel
 from aionn.ray.holder import CLOSE_S, Holder
-from aionn.ray.leases import Leases
+from aionn.ray.leases import ModelLeases
 from aionn.ray.models import ModelSpec, checked_specs, compile_model
 from aionn.ray.needed import needed_ray
 from aionn.ray.streams import Inputs, compute_stream
@@ -38,7 +38,7 @@ _LEASES_END_S, _MODELS_END_S = 5.0, 8.0
 
 
 @dataclass(slots=True, eq=False)
-class _Open:
+class _OpenModel:
     """A model that is open. `retried`: how many calls were made again, because their driver had died."""
 
     compilation: aionn.Compilation
@@ -95,7 +95,7 @@ class MultiplexedHolder(Holder):
     ) -> None:
         self._ids = checked_ids(type(self).multiplexed if multiplexed is None else multiplexed)
         self._idle_s = checked_seconds("idle_s", idle_s)
-        self._leases: Leases[_Open] = Leases(self._open, max_models)
+        self._leases: ModelLeases[_OpenModel] = ModelLeases(self._open, max_models)
         self._has = _serves_table(max_models)
         await super().__init__(models, **arguments)
 
@@ -104,7 +104,7 @@ class MultiplexedHolder(Holder):
 
         The runtime is closed also if the caller is cancelled, or if a model is not closed within 8 s.
         """
-        leases: Leases[_Open] | None = getattr(self, "_leases", None)  # the constructor may have failed before
+        leases: ModelLeases[_OpenModel] | None = getattr(self, "_leases", None)  # the constructor may have failed before
         try:
             if leases is not None:
                 with bounded_shield(_MODELS_END_S):
@@ -217,7 +217,7 @@ class MultiplexedHolder(Holder):
         return super()._named(model)
 
     @asynccontextmanager
-    async def _leased(self, model_id: str) -> AsyncIterator[_Open]:
+    async def _leased(self, model_id: str) -> AsyncIterator[_OpenModel]:
         if model_id not in self._leases:
             self._spec(model_id)  # an unknown model must not cost another one its place
         if self._has is not None:
@@ -236,7 +236,7 @@ class MultiplexedHolder(Holder):
             raise CallerError(f"this deployment has no model {model_id!r} among its {len(self._ids)} multiplexed models")
         return found
 
-    async def _open(self, model_id: str) -> _Open:
+    async def _open(self, model_id: str) -> _OpenModel:
         """Compile a model, and again if a driver dies meanwhile, as `infer` does."""
         options: dict[str, Any] = {"required": False}  # a model that cannot be compiled does not make the replica unready
         if self._idle_s is not None:
@@ -244,7 +244,7 @@ class MultiplexedHolder(Holder):
         left = self._retries
         while True:
             try:
-                return _Open(*await compile_model(self.runtime, model_id, self._spec(model_id), **options))
+                return _OpenModel(*await compile_model(self.runtime, model_id, self._spec(model_id), **options))
             except DriverDiedError:
                 if not left:
                     raise

@@ -17,7 +17,7 @@ import pytest
 from onnx import TensorProto, helper
 
 import aionn
-from aionn.asgi.open_inference.arrivals import Arrivals
+from aionn.asgi.open_inference.arrivals import AwaitedBodies
 from tests.asgi.oip_by_hand import INPUT0, INPUT1, LENGTH, OUTPUT0, answer, answer_in, body, connected, head, raw, until
 from tests.asgi.oip_models import example_model, repeating
 from tests.asgi.oip_served import OipServed, oip_served
@@ -251,7 +251,7 @@ UVLOOP, PLAIN = ("asyncio", {"use_uvloop": True}), ("asyncio", {"use_uvloop": Fa
 @pytest.mark.parametrize("anyio_backend", [UVLOOP, PLAIN], ids=["uvloop", "asyncio"])
 class TestArrivals:
     async def test_each_wait_ends_in_time(self, anyio_backend: Any) -> None:
-        arrivals = Arrivals()
+        arrivals = AwaitedBodies()
         loop = asyncio.get_running_loop()
         began_s = loop.time()
 
@@ -278,11 +278,11 @@ class TestArrivals:
         async def receive() -> Any:
             return {"type": "http.request"}
 
-        arrivals = Arrivals()
+        arrivals = AwaitedBodies()
         assert await arrivals.message(receive, asyncio.get_running_loop().time() + 60) == {"type": "http.request"}
 
     async def test_a_cancellation_by_others_stays_one(self, anyio_backend: Any) -> None:
-        arrivals = Arrivals()
+        arrivals = AwaitedBodies()
         with anyio.CancelScope() as scope:
             scope.cancel()
             await arrivals.message(anyio.Event().wait, asyncio.get_running_loop().time() + 60)  # type: ignore[arg-type]

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import aionn
 from aionn.asgi.open_inference.messages import asked_of, decoded
-from aionn.asgi.open_inference.refusals import Refusal
+from aionn.asgi.open_inference.refusals import RequestRefusal
 from aionn.hal.types import Operand, OperandType
 from tests.asgi.oip_by_hand import INPUT0, INPUT1, LENGTH, OUTPUT0, answer, body, connected, head, raw, tensor, until
 from tests.asgi.oip_models import example_model, picking_model, repeating
@@ -50,7 +50,7 @@ def served() -> Iterator[OipServed]:
 )
 def test_a_shape_that_does_not_fit_is_named_beside_the_models(dimensions: tuple[int, ...] | None, shape: list[int], sentence: str) -> None:
     message = decoded(json.dumps({"inputs": [{"name": "x", "shape": shape, "datatype": "FP32", "data": [1]}]}).encode())
-    with pytest.raises(Refusal, match=sentence):
+    with pytest.raises(RequestRefusal, match=sentence):
         asked_of(message, {"x": Operand(OperandType.FLOAT32, dimensions)}, {})
 
 

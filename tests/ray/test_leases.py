@@ -1,4 +1,4 @@
-"""`Leases`: at most so many open models, opened once, never closed under a lease and never used after it. Without Ray and drivers."""
+"""`ModelLeases`: at most so many open models, opened once, never closed under a lease and never used after it. Without Ray and drivers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import anyio
 import pytest
 
 import aionn
-from aionn.ray.leases import Leases
+from aionn.ray.leases import ModelLeases
 
 pytestmark = pytest.mark.anyio
 
@@ -107,12 +107,12 @@ class Bench:
 class Request:
     """A request that holds its lease until `done` is set."""
 
-    def __init__(self, leases: Leases[Opened], name: str) -> None:
+    def __init__(self, leases: ModelLeases[Opened], name: str) -> None:
         self.done = asyncio.Event()
         self.began = asyncio.Event()
         self.task = asyncio.create_task(self._run(leases, name))
 
-    async def _run(self, leases: Leases[Opened], name: str) -> str:
+    async def _run(self, leases: ModelLeases[Opened], name: str) -> str:
         async with leases.lease(name) as opened:
             self.began.set()
             return await opened.use(self.done.wait)
@@ -122,14 +122,14 @@ class Request:
         return await self.task
 
 
-async def one(leases: Leases[Opened], name: str) -> None:
+async def one(leases: ModelLeases[Opened], name: str) -> None:
     async with leases.lease(name) as opened:
         assert opened.name == name
 
 
 async def test_random_requests_get_their_model_and_four_are_open_at_most() -> None:
     bench, chance = Bench(), random.Random(0)
-    leases = Leases(bench.open, 4)
+    leases = ModelLeases(bench.open, 4)
     cancelled = 0
 
     async def work() -> None:
@@ -166,7 +166,7 @@ async def test_random_requests_get_their_model_and_four_are_open_at_most() -> No
 
 async def test_requests_that_miss_at_once_open_the_model_once() -> None:
     bench = Bench()
-    leases, opening = Leases(bench.open, 2), bench.hold("open a")
+    leases, opening = ModelLeases(bench.open, 2), bench.hold("open a")
     requests = [Request(leases, "a") for _ in range(3)]
     await settled()
     opening.set()
@@ -177,7 +177,7 @@ async def test_requests_that_miss_at_once_open_the_model_once() -> None:
 
 async def test_a_model_that_does_not_open_is_an_error_of_those_who_wait_and_is_not_kept() -> None:
     bench = Bench()
-    leases, opening = Leases(bench.open, 1), bench.hold("open a")
+    leases, opening = ModelLeases(bench.open, 1), bench.hold("open a")
     bench.fails.add("a")
     requests = [Request(leases, "a") for _ in range(2)]
     await settled()
@@ -194,7 +194,7 @@ async def test_a_model_that_does_not_open_is_an_error_of_those_who_wait_and_is_n
 
 async def test_an_opening_goes_on_without_requests_and_the_next_one_uses_it() -> None:
     bench = Bench()
-    leases, opening = Leases(bench.open, 1), bench.hold("open a")
+    leases, opening = ModelLeases(bench.open, 1), bench.hold("open a")
     first, second = Request(leases, "a"), Request(leases, "a")
     await settled()
     for request in (first, second):
@@ -210,7 +210,7 @@ async def test_an_opening_goes_on_without_requests_and_the_next_one_uses_it() ->
 
 async def test_a_model_that_no_request_waits_for_is_open_later_and_gives_its_place_to_another() -> None:
     bench = Bench()
-    leases, opening = Leases(bench.open, 1), bench.hold("open a")
+    leases, opening = ModelLeases(bench.open, 1), bench.hold("open a")
     gone = Request(leases, "a")
     await settled()
     gone.task.cancel()
@@ -225,7 +225,7 @@ async def test_a_model_that_no_request_waits_for_is_open_later_and_gives_its_pla
 
 async def test_an_opening_without_requests_spares_a_model_in_use_and_not_an_idle_one() -> None:
     bench = Bench()
-    leases, opening = Leases(bench.open, 2), bench.hold("open a")
+    leases, opening = ModelLeases(bench.open, 2), bench.hold("open a")
     used, gone = Request(leases, "c"), Request(leases, "a")
     await settled()
     gone.task.cancel()
@@ -245,7 +245,7 @@ async def test_an_opening_without_requests_spares_a_model_in_use_and_not_an_idle
 
 async def test_an_opening_that_fails_without_requests_is_logged_and_gives_its_place_back(caplog: pytest.LogCaptureFixture) -> None:
     bench = Bench()
-    leases, opening = Leases(bench.open, 1), bench.hold("open a")
+    leases, opening = ModelLeases(bench.open, 1), bench.hold("open a")
     bench.fails.add("a")
     request = Request(leases, "a")
     await settled()
@@ -258,7 +258,7 @@ async def test_an_opening_that_fails_without_requests_is_logged_and_gives_its_pl
 
 async def test_an_opening_that_ignores_its_cancellation_is_closed() -> None:
     bench = Bench()
-    leases = Leases(bench.open, 1)
+    leases = ModelLeases(bench.open, 1)
     bench.hold("open a")
     bench.stubborn.add("a")
     request = Request(leases, "a")
@@ -271,7 +271,7 @@ async def test_an_opening_that_ignores_its_cancellation_is_closed() -> None:
 
 async def test_closing_ends_an_opening_that_no_request_waits_for() -> None:
     bench = Bench()
-    leases = Leases(bench.open, 1)
+    leases = ModelLeases(bench.open, 1)
     bench.hold("open a")
     request = Request(leases, "a")
     await settled()
@@ -285,7 +285,7 @@ async def test_closing_ends_an_opening_that_no_request_waits_for() -> None:
 
 async def test_a_request_that_is_cancelled_before_the_first_step_of_its_opening_costs_no_place() -> None:
     bench = Bench()
-    leases, opening = Leases(bench.open, 1), bench.hold("open a")
+    leases, opening = ModelLeases(bench.open, 1), bench.hold("open a")
     bench.fails.add("a")
     first, waiter = Request(leases, "a"), Request(leases, "b")
     await settled()
@@ -304,7 +304,7 @@ async def test_a_request_that_is_cancelled_before_the_first_step_of_its_opening_
 
 async def test_closing_ends_an_opening_that_has_not_begun() -> None:
     bench = Bench()
-    leases = Leases(bench.open, 1)
+    leases = ModelLeases(bench.open, 1)
     request = Request(leases, "a")
     await asyncio.sleep(0)  # the request has begun, and its model's task has not
     async with asyncio.timeout(10):
@@ -316,7 +316,7 @@ async def test_closing_ends_an_opening_that_has_not_begun() -> None:
 
 async def test_a_request_that_is_cancelled_while_it_waits_for_a_place_opens_nothing() -> None:
     bench = Bench()
-    leases = Leases(bench.open, 1)
+    leases = ModelLeases(bench.open, 1)
     holder = Request(leases, "a")
     await holder.began.wait()
     waiter = Request(leases, "b")
@@ -330,7 +330,7 @@ async def test_a_request_that_is_cancelled_while_it_waits_for_a_place_opens_noth
 
 async def test_a_model_in_use_is_closed_after_its_requests_and_before_the_next_one_is_opened() -> None:
     bench = Bench()
-    leases, closing = Leases(bench.open, 1), bench.hold("close a")
+    leases, closing = ModelLeases(bench.open, 1), bench.hold("close a")
     first = Request(leases, "a")
     await first.began.wait()
     other, late = Request(leases, "b"), Request(leases, "a")
@@ -348,7 +348,7 @@ async def test_a_model_in_use_is_closed_after_its_requests_and_before_the_next_o
 
 async def test_a_model_that_was_chosen_to_leave_stays_if_another_place_comes_free() -> None:
     bench = Bench()
-    leases = Leases(bench.open, 2)
+    leases = ModelLeases(bench.open, 2)
     first, second = Request(leases, "a"), Request(leases, "b")
     await settled()
     other, late = Request(leases, "c"), Request(leases, "a")
@@ -362,7 +362,7 @@ async def test_a_model_that_was_chosen_to_leave_stays_if_another_place_comes_fre
 
 async def test_a_long_lease_does_not_keep_short_ones_in_their_place() -> None:
     bench = Bench()
-    leases = Leases(bench.open, 2)
+    leases = ModelLeases(bench.open, 2)
     long, short = Request(leases, "a"), Request(leases, "b")
     await settled()
     new = Request(leases, "c")  # "a" is chosen to leave
@@ -382,7 +382,7 @@ async def test_a_long_lease_does_not_keep_short_ones_in_their_place() -> None:
 
 async def test_the_model_that_was_leased_least_recently_is_closed() -> None:
     bench = Bench()
-    leases = Leases(bench.open, 2)
+    leases = ModelLeases(bench.open, 2)
     for name in "abac":
         await one(leases, name)
     assert list(leases.open_models) == ["a", "c"]
@@ -391,7 +391,7 @@ async def test_the_model_that_was_leased_least_recently_is_closed() -> None:
 
 async def test_a_model_that_fails_to_close_gives_its_place_back(caplog: pytest.LogCaptureFixture) -> None:
     bench = Bench()
-    leases = Leases(bench.open, 1)
+    leases = ModelLeases(bench.open, 1)
     bench.stuck.add("a")
     await one(leases, "a")
     await one(leases, "b")
@@ -400,7 +400,7 @@ async def test_a_model_that_fails_to_close_gives_its_place_back(caplog: pytest.L
 
 async def test_closing_waits_for_leases_and_ends_requests_that_wait_for_a_model() -> None:
     bench = Bench()
-    leases = Leases(bench.open, 3)
+    leases = ModelLeases(bench.open, 3)
     bench.hold("open b")
     going, other, opening, waiting = (Request(leases, name) for name in "adbc")
     await settled()
@@ -424,7 +424,7 @@ async def test_closing_waits_for_leases_and_ends_requests_that_wait_for_a_model(
 
 async def test_closing_does_not_wait_longer_than_it_may() -> None:
     bench = Bench()
-    leases = Leases(bench.open, 1)
+    leases = ModelLeases(bench.open, 1)
     request = Request(leases, "a")
     await request.began.wait()
     await leases.aclose(0.01)
@@ -436,4 +436,4 @@ async def test_closing_does_not_wait_longer_than_it_may() -> None:
 @pytest.mark.parametrize("most", [0, -1, True, 1.5, "4"])
 def test_a_wrong_number_of_models_is_refused(most: Any) -> None:
     with pytest.raises(aionn.CallerError, match="max_models"):
-        Leases(Bench().open, most)
+        ModelLeases(Bench().open, most)

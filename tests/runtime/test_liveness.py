@@ -20,7 +20,7 @@ import pytest
 from numpy.typing import NDArray
 
 import aionn
-from aionn.pages import BEAT_S, Activity, Execution
+from aionn.pages import BEAT_S, Activity, ShownExecution
 from aionn.runtime.processes.devices import Device
 from aionn.runtime.processes.liveness import Evidence, Hang, Judge, Witness
 from aionn.testing import FakeDevice, identity_model
@@ -37,7 +37,7 @@ class Case:
     def __init__(self, *, hang_s: float = 10.0, cpu_decides: bool = True, when_idle: bool = False) -> None:
         self.now_ns = 1000 * S
         self.judge = Judge(hang_s, cpu_decides, self.now_ns, when_idle)
-        self.executing: tuple[Execution, ...] = ()
+        self.executing: tuple[ShownExecution, ...] = ()
         self.finished = 0
         self.ended_ns = 0
         self.heartbeat_ns: int | None = None
@@ -49,7 +49,7 @@ class Case:
         self.visible = True
 
     def begin(self, slot: int = 0, number: int = 1) -> None:
-        self.executing = (*self.executing, Execution(slot, number, self.now_ns))
+        self.executing = (*self.executing, ShownExecution(slot, number, self.now_ns))
 
     def end(self, slot: int = 0) -> None:
         self.executing = tuple(execution for execution in self.executing if execution.slot != slot)
@@ -147,7 +147,7 @@ def test_a_verdict_tells_the_time_that_the_watch_has_counted_whatever_the_page_s
     for usual, why in ((None, "has finished nothing and used no CPU for 10.0 s"), (0.001, "executes one request for 1")):
         case = Case(cpu_decides=usual is None)
         case.usual = usual
-        case.executing = (Execution(0, 1, since_s * S),)
+        case.executing = (ShownExecution(0, 1, since_s * S),)
         hang = None
         while hang is None:
             hang = case.tick()

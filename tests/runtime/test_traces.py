@@ -393,7 +393,7 @@ def test_python_spans_of_an_app_reach_a_tracer_outside(tmp_path: Path) -> None:
         async with aionn.Runtime() as runtime:
             page = find_page(os.getpid())
             assert page is not None
-            collector = collecting.Collector(page)
+            collector = collecting.RecordReader(page)
 
             async def look() -> None:
                 while True:  # else a compile that takes longer than `ASK_NS` is recorded in part only
@@ -515,7 +515,7 @@ def test_records_that_make_no_sense_are_counted_and_no_more() -> None:
     try:
         found = find_page(os.getpid())
         assert found is not None
-        collector = collecting.Collector(found)
+        collector = collecting.RecordReader(found)
         with tracing(found, time.monotonic_ns() + 10**12):
             now = time.monotonic_ns()
             page.trace_note(3, 1, 77, now, now, 50)  # an event without its text

@@ -1,4 +1,4 @@
-"""`Arrivals`: ends requests whose bodies do not arrive in time, with one timer for all of them.
+"""`AwaitedBodies`: ends requests whose bodies do not arrive in time, with one timer for all of them.
 
 A cancel scope for each wait would make small requests slower by a twentieth.
 
@@ -15,10 +15,10 @@ from typing import Any
 
 from starlette.types import Message, Receive
 
-__all__ = ["Arrivals"]
+__all__ = ["AwaitedBodies"]
 
 
-class Arrivals:
+class AwaitedBodies:
     """The requests whose bodies are waited for, with one timer."""
 
     def __init__(self) -> None:

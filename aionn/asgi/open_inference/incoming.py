@@ -13,8 +13,8 @@ from typing import Any
 
 from starlette.types import Receive, Scope
 
-from aionn.asgi.open_inference.arrivals import Arrivals
-from aionn.asgi.open_inference.refusals import Refusal
+from aionn.asgi.open_inference.arrivals import AwaitedBodies
+from aionn.asgi.open_inference.refusals import RequestRefusal
 from aionn.asgi.open_inference.room import Room
 
 __all__ = ["Incoming"]
@@ -38,26 +38,26 @@ class Incoming:
         found: dict[bytes, bytes] = {}
         for name, value in scope["headers"]:  # ASGI gives names in lower case
             if name in _READ and found.setdefault(name, value) != value:
-                raise Refusal(400, f"the header {name.decode()} has two values; give it once", {"Connection": "close"})
+                raise RequestRefusal(400, f"the header {name.decode()} has two values; give it once", {"Connection": "close"})
         self._most = most_bytes
         self._declared = _number("Content-Length", found.get(b"content-length"))
         if self._declared is not None and self._declared > most_bytes:
             raise self._too_large()
         if found.get(b"content-encoding", b"identity").lower() != b"identity":
-            raise Refusal(415, "this server takes no compressed requests; leave out Content-Encoding")
+            raise RequestRefusal(415, "this server takes no compressed requests; leave out Content-Encoding")
         self.json_bytes = _number(_HEADER, found.get(b"inference-header-content-length"))
         if self.json_bytes is not None and self.json_bytes > (most_bytes if self._declared is None else self._declared):
-            raise Refusal(400, f"{_HEADER} is {self.json_bytes}, which is more than the body has")
+            raise RequestRefusal(400, f"{_HEADER} is {self.json_bytes}, which is more than the body has")
         self._room = room
         self._kept = 0
         self._receive = receive
-        self._arrivals: Arrivals | None = None
+        self._arrivals: AwaitedBodies | None = None
         self._seconds = self._by_s = 0.0
         self._ended = False
         self._chunk = memoryview(b"")
         self._arrived = 0
 
-    def expect(self, arrivals: Arrivals, seconds: float) -> None:
+    def expect(self, arrivals: AwaitedBodies, seconds: float) -> None:
         """Begin to read the body, and have it refused if it has not arrived after so many seconds."""
         self._arrivals = arrivals
         self._seconds, self._by_s = seconds, asyncio.get_running_loop().time() + seconds
@@ -78,10 +78,10 @@ class Incoming:
         return self.take(self.json_bytes) if self.json_bytes is not None else self._rest()
 
     def check_rest(self, needed: int) -> None:
-        """Raise `Refusal` if the body is known to have another number of bytes behind its JSON, or more than the limit."""
+        """Raise `RequestRefusal` if the body is known to have another number of bytes behind its JSON, or more than the limit."""
         if self.json_bytes is None:
             if needed:
-                raise Refusal(400, f"the request has raw bytes, but no header {_HEADER} that says where its JSON ends")
+                raise RequestRefusal(400, f"the request has raw bytes, but no header {_HEADER} that says where its JSON ends")
         elif self._declared is None:
             if self.json_bytes + needed > self._most:
                 raise self._too_large()
@@ -106,16 +106,16 @@ class Incoming:
             at = 0
             while at < len(place):
                 if not self._chunk and not await self._more():
-                    raise Refusal(400, f"the body ends {len(place) - at} bytes before the end of a tensor")
+                    raise RequestRefusal(400, f"the body ends {len(place) - at} bytes before the end of a tensor")
                 part = self._chunk[: len(place) - at]
                 place[at : at + len(part)] = part
                 self._chunk = self._chunk[len(part) :]
                 at += len(part)
 
     async def end(self) -> None:
-        """Return at the end of the body. Raises `Refusal` if it has more bytes."""
+        """Return at the end of the body. Raises `RequestRefusal` if it has more bytes."""
         if self._chunk or (self._arrived != self._declared and await self._more()):
-            raise Refusal(400, "the body goes on behind its last tensor; the sizes of its tensors do not add up")
+            raise RequestRefusal(400, "the body goes on behind its last tensor; the sizes of its tensors do not add up")
 
     async def _rest(self) -> memoryview:
         chunks = [self._chunk] if self._chunk else []
@@ -137,9 +137,9 @@ class Incoming:
             try:
                 message = await self._arrivals.message(self._receive, self._by_s)
             except TimeoutError as error:
-                raise Refusal(408, f"the body did not arrive within {self._seconds:g} s", {"Connection": "close"}) from error
+                raise RequestRefusal(408, f"the body did not arrive within {self._seconds:g} s", {"Connection": "close"}) from error
             if message["type"] == "http.disconnect":
-                raise Refusal(400, "the client left before the end of its request")
+                raise RequestRefusal(400, "the client left before the end of its request")
             self._ended = not message.get("more_body", False)
             chunk = message.get("body", b"")
             if chunk:
@@ -150,13 +150,13 @@ class Incoming:
                 return True
         return False
 
-    def _too_large(self) -> Refusal:
+    def _too_large(self) -> RequestRefusal:
         # The connection is closed, or the server would have to read all that still comes.
-        return Refusal(413, f"the body has more than {self._most} bytes, which is the limit of this server", {"Connection": "close"})
+        return RequestRefusal(413, f"the body has more than {self._most} bytes, which is the limit of this server", {"Connection": "close"})
 
     @staticmethod
-    def _wrong_size(found: int, needed: int) -> Refusal:
-        return Refusal(400, f"{found} bytes follow the JSON, but its tensors have {needed}; correct binary_data_size or {_HEADER}")
+    def _wrong_size(found: int, needed: int) -> RequestRefusal:
+        return RequestRefusal(400, f"{found} bytes follow the JSON, but its tensors have {needed}; correct binary_data_size or {_HEADER}")
 
 
 def _number(header: str, value: bytes | None) -> int | None:
@@ -164,5 +164,5 @@ def _number(header: str, value: bytes | None) -> int | None:
         return None
     value = value.strip(b" \t")  # which belong to no value, but some servers leave them there
     if not (value.isdigit() and len(value) < 20):
-        raise Refusal(400, f"{header} is {value.decode('latin-1')!r}; give a number of bytes")
+        raise RequestRefusal(400, f"{header} is {value.decode('latin-1')!r}; give a number of bytes")
     return int(value)

@@ -18,8 +18,8 @@ from starlette.responses import Response
 
 import aionn
 from aionn.asgi.open_inference.incoming import Incoming
-from aionn.asgi.open_inference.messages import Asked, asked_of, decoded
-from aionn.asgi.open_inference.targets import VERSION, Target
+from aionn.asgi.open_inference.messages import ModelRequest, asked_of, decoded
+from aionn.asgi.open_inference.targets import VERSION, ServedModel
 from aionn.asgi.open_inference.tensors import array_of, as_bytes, as_json, check_bools, datatype, from_json
 from aionn.hal.types import UNKNOWN_TIME_US, OperandType
 
@@ -35,7 +35,7 @@ _LARGE_BYTES = 2**18
 """A smaller body is put together faster than a frame is leased for it."""
 
 
-async def infer(incoming: Incoming, target: Target) -> Response:
+async def infer(incoming: Incoming, target: ServedModel) -> Response:
     """Answer a request for inference.
 
     Raises:
@@ -62,7 +62,7 @@ async def infer(incoming: Incoming, target: Target) -> Response:
     return response
 
 
-async def _answered(incoming: Incoming, target: Target, began_ns: int) -> tuple[Response, int, int]:
+async def _answered(incoming: Incoming, target: ServedModel, began_ns: int) -> tuple[Response, int, int]:
     """Return the answer, when all inputs were there, and when the model had answered."""
     incoming.expect(target.arrivals, BODY_S)
     asked = _asked(await incoming.json(), target)
@@ -84,7 +84,7 @@ async def _answered(incoming: Incoming, target: Target, began_ns: int) -> tuple[
     return _response(asked, target, outputs), read_ns, called_ns
 
 
-def _asked(text: memoryview, target: Target) -> Asked:
+def _asked(text: memoryview, target: ServedModel) -> ModelRequest:
     key = bytes(text) if len(text) <= _SHORT_BYTES else b""
     asked = target.asked.get(key)
     if asked is None:
@@ -95,12 +95,12 @@ def _asked(text: memoryview, target: Target) -> Asked:
     return asked
 
 
-def _is_large(incoming: Incoming, asked: Asked) -> bool:
+def _is_large(incoming: Incoming, asked: ModelRequest) -> bool:
     """Return whether much of the body is still to come."""
     return asked.binary_bytes - incoming.at_hand >= _LARGE_BYTES and all(tensor.operand.in_frames for tensor in asked.inputs)
 
 
-def _arrays(data: memoryview, asked: Asked) -> dict[str, NDArray[Any]]:
+def _arrays(data: memoryview, asked: ModelRequest) -> dict[str, NDArray[Any]]:
     """Return the inputs by name. Raw bytes are used where they lie."""
     arrays: dict[str, NDArray[Any]] = {}
     at = 0
@@ -117,7 +117,9 @@ def _arrays(data: memoryview, asked: Asked) -> dict[str, NDArray[Any]]:
     return arrays
 
 
-async def _streamed(incoming: Incoming, target: Target, burst: aionn.Burst, request: tuple[Asked, int | None]) -> tuple[Response, int, int]:
+async def _streamed(
+    incoming: Incoming, target: ServedModel, burst: aionn.Burst, request: tuple[ModelRequest, int | None]
+) -> tuple[Response, int, int]:
     """Answer a request whose body is written into a frame while it arrives."""
     asked, deadline_ns = request
     try:
@@ -131,7 +133,7 @@ async def _streamed(incoming: Incoming, target: Target, burst: aionn.Burst, requ
         target.streaming.release_on_behalf_of(incoming)
 
 
-async def _fill(frame: aionn.Frame, incoming: Incoming, asked: Asked) -> None:
+async def _fill(frame: aionn.Frame, incoming: Incoming, asked: ModelRequest) -> None:
     """Write every input into a frame, except for those that have a default and are left out."""
     for tensor in asked.inputs:
         if tensor.binary_bytes is None:
@@ -144,7 +146,7 @@ async def _fill(frame: aionn.Frame, incoming: Incoming, asked: Asked) -> None:
     await incoming.end()
 
 
-def _response(asked: Asked, target: Target, outputs: aionn.Outputs) -> Response:
+def _response(asked: ModelRequest, target: ServedModel, outputs: aionn.Outputs) -> Response:
     """Return the answer. It has copies of the outputs, whose memory is free from then on."""
     arrays = [outputs[name] for name in asked.outputs]
     shapes = [array.shape for array in arrays]
@@ -154,14 +156,14 @@ def _response(asked: Asked, target: Target, outputs: aionn.Outputs) -> Response:
         if not asked.timing and asked.raw == "all" and all(array.dtype != object for array in arrays):
             asked.answered = head, shapes  # no value is in it, and no size of a text
     if asked.raw == "none":
-        return Answer(head, b"application/json")
+        return EncodedAnswer(head, b"application/json")
     if asked.raw == "some":
         arrays = [array for array, binary in zip(arrays, asked.outputs.values(), strict=True) if binary]
     body = b"".join([head, *map(as_bytes, arrays)])
-    return Answer(body, b"application/octet-stream", (b"inference-header-content-length", b"%d" % len(head)))
+    return EncodedAnswer(body, b"application/octet-stream", (b"inference-header-content-length", b"%d" % len(head)))
 
 
-def _described(asked: Asked, target: Target, outputs: aionn.Outputs) -> dict[str, Any]:
+def _described(asked: ModelRequest, target: ServedModel, outputs: aionn.Outputs) -> dict[str, Any]:
     """Return the JSON of an answer."""
     described: list[dict[str, Any]] = []
     for name, binary in asked.outputs.items():
@@ -182,7 +184,7 @@ def _described(asked: Asked, target: Target, outputs: aionn.Outputs) -> dict[str
     return answer
 
 
-class Answer(Response):
+class EncodedAnswer(Response):
     """An answer with status 200. Its headers need no encoding, so it is made in a fifth of the time."""
 
     def __init__(self, body: bytes, media_type: bytes, *headers: tuple[bytes, bytes]) -> None:

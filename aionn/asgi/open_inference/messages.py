@@ -1,7 +1,7 @@
 """The JSON of a request for inference, and what it asks of a model. No I/O.
 
 Invariant
-    An `Asked` names every input that the model needs, once, with the model's type and a shape that fits it.
+    An `ModelRequest` names every input that the model needs, once, with the model's type and a shape that fits it.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Annotated, Any, Literal
 import msgspec
 import numpy as np
 
-from aionn.asgi.open_inference.refusals import Refusal
+from aionn.asgi.open_inference.refusals import RequestRefusal
 from aionn.asgi.open_inference.tensors import DATATYPES, MOST_AXES, datatype, only_binary, shape_of
 from aionn.hal.types import Operand, OperandType
 
-__all__ = ["Asked", "Tensor", "asked_of", "decoded"]
+__all__ = ["ModelRequest", "Tensor", "asked_of", "decoded"]
 
 _KNOWN = frozenset(DATATYPES.values())
 _SHARED_MEMORY = "shared_memory_region"
@@ -64,7 +64,7 @@ class Tensor:
 
 
 @dataclass(slots=True)
-class Asked:
+class ModelRequest:
     """What a request asks of a model. Requests with the same JSON share one.
 
     Attributes:
@@ -104,25 +104,25 @@ def decoded(text: bytes | memoryview) -> RequestMessage:
     try:
         return _DECODER.decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise Refusal(400, f"the request does not have the form that the Open Inference Protocol prescribes: {error}") from error
+        raise RequestRefusal(400, f"the request does not have the form that the Open Inference Protocol prescribes: {error}") from error
 
 
-def asked_of(message: RequestMessage, inputs: Mapping[str, Operand], outputs: Mapping[str, Operand]) -> Asked:
+def asked_of(message: RequestMessage, inputs: Mapping[str, Operand], outputs: Mapping[str, Operand]) -> ModelRequest:
     """Return what a request asks of a model with these inputs and outputs.
 
     Raises:
         Refusal: they do not go together, or the request asks for what is not supported.
     """
     if message.parameters.get("sequence_id") or message.parameters.get("sequence_start") or message.parameters.get("sequence_end"):
-        raise Refusal(400, "this server keeps no state for a sequence; send the state as an input, and take it from an output")
+        raise RequestRefusal(400, "this server keeps no state for a sequence; send the state as an input, and take it from an output")
     tensors = tuple(_tensor(one, inputs) for one in message.inputs)
     names = {tensor.name for tensor in tensors}
     if len(names) < len(tensors):
-        raise Refusal(400, "the request has an input twice; give each input once")
+        raise RequestRefusal(400, "the request has an input twice; give each input once")
     missing = [name for name, operand in inputs.items() if name not in names and operand.default is None]
     if missing:
-        raise Refusal(400, f"the request has no input {missing[0]!r}; the model's inputs are {list(inputs)}")
-    return Asked(
+        raise RequestRefusal(400, f"the request has no input {missing[0]!r}; the model's inputs are {list(inputs)}")
+    return ModelRequest(
         message.id,
         tensors,
         _wanted(message, outputs),
@@ -135,41 +135,45 @@ def _tensor(message: InputMessage, inputs: Mapping[str, Operand]) -> Tensor:
     name, shape = message.name, tuple(message.shape)
     operand = inputs.get(name)
     if operand is None:
-        raise Refusal(400, f"the model has no input {name!r}; its inputs are {list(inputs)}")
+        raise RequestRefusal(400, f"the model has no input {name!r}; its inputs are {list(inputs)}")
     wanted = datatype(operand)
     if wanted not in _KNOWN:
-        raise Refusal(400, f"input {name!r} of the model is of type {operand.word}, which the Open Inference Protocol lacks")
+        raise RequestRefusal(400, f"input {name!r} of the model is of type {operand.word}, which the Open Inference Protocol lacks")
     if message.datatype not in _KNOWN:
-        raise Refusal(400, f"input {name!r}: {message.datatype!r} is not a datatype; the datatypes are {', '.join(DATATYPES.values())}")
+        raise RequestRefusal(
+            400, f"input {name!r}: {message.datatype!r} is not a datatype; the datatypes are {', '.join(DATATYPES.values())}"
+        )
     if message.datatype != wanted:
-        raise Refusal(400, f"input {name!r}: the datatype {message.datatype} does not fit the model's {wanted}; values are not cast")
+        raise RequestRefusal(400, f"input {name!r}: the datatype {message.datatype} does not fit the model's {wanted}; values are not cast")
     if not operand.accepts(shape):
-        raise Refusal(400, f"input {name!r}: the shape {list(shape)} does not fit the model's {shape_of(operand)}")
+        raise RequestRefusal(400, f"input {name!r}: the shape {list(shape)} does not fit the model's {shape_of(operand)}")
     if len(shape) > MOST_AXES:  # of a model that takes any rank
-        raise Refusal(400, f"input {name!r}: the shape {list(shape)} has {len(shape)} axes; give at most {MOST_AXES}")
+        raise RequestRefusal(400, f"input {name!r}: the shape {list(shape)} has {len(shape)} axes; give at most {MOST_AXES}")
     if max(shape, default=0) >= 2**31 or prod(max(extent, 1) for extent in shape) * max(operand.type.element_bytes, 1) >= 2**63:
         # Such a tensor may have no elements, and so no data. Neither NumPy nor a burst takes it.
-        raise Refusal(400, f"input {name!r}: the shape {list(shape)} is beyond what an array can have")
+        raise RequestRefusal(400, f"input {name!r}: the shape {list(shape)} is beyond what an array can have")
     if _SHARED_MEMORY in message.parameters:
-        raise Refusal(400, f"input {name!r}: this server takes no shared memory; send the data in the request")
+        raise RequestRefusal(400, f"input {name!r}: this server takes no shared memory; send the data in the request")
     size = message.parameters.get("binary_data_size")
     in_json = bool(memoryview(message.data))
     if (size is None) is not in_json:
-        raise Refusal(400, f"input {name!r}: give either its data or the parameter binary_data_size")
+        raise RequestRefusal(400, f"input {name!r}: give either its data or the parameter binary_data_size")
     if size is not None:
         _check_size(name, operand, shape, size)
     elif only_binary(operand):
-        raise Refusal(400, f"input {name!r}: {wanted} does not travel as JSON; send it as binary data")
+        raise RequestRefusal(400, f"input {name!r}: {wanted} does not travel as JSON; send it as binary data")
     dtype = None if size is None or operand.type in _CHECKED else operand.type.dtype
     return Tensor(name, operand, shape, size, message.data, dtype)
 
 
 def _check_size(name: str, operand: Operand, shape: tuple[int, ...], size: Any) -> None:
     if type(size) is not int or size < 0:
-        raise Refusal(400, f"input {name!r}: binary_data_size is {size!r}; give a number of bytes")
+        raise RequestRefusal(400, f"input {name!r}: binary_data_size is {size!r}; give a number of bytes")
     needed = prod(shape) * operand.type.element_bytes
     if operand.type is not OperandType.STRING and size != needed:
-        raise Refusal(400, f"input {name!r}: binary_data_size is {size}, but {datatype(operand)} of shape {list(shape)} has {needed} bytes")
+        raise RequestRefusal(
+            400, f"input {name!r}: binary_data_size is {size}, but {datatype(operand)} of shape {list(shape)} has {needed} bytes"
+        )
 
 
 def _wanted(message: RequestMessage, outputs: Mapping[str, Operand]) -> Mapping[str, bool]:
@@ -180,28 +184,28 @@ def _wanted(message: RequestMessage, outputs: Mapping[str, Operand]) -> Mapping[
     for one in asked:
         operand = outputs.get(one.name)
         if operand is None:
-            raise Refusal(400, f"the model has no output {one.name!r}; its outputs are {list(outputs)}")
+            raise RequestRefusal(400, f"the model has no output {one.name!r}; its outputs are {list(outputs)}")
         if one.name in found:
-            raise Refusal(400, f"the request asks for output {one.name!r} twice; ask once")
+            raise RequestRefusal(400, f"the request asks for output {one.name!r} twice; ask once")
         if one.parameters.get("classification"):
-            raise Refusal(400, f"output {one.name!r}: this server does not classify; leave out the parameter classification")
+            raise RequestRefusal(400, f"output {one.name!r}: this server does not classify; leave out the parameter classification")
         if _SHARED_MEMORY in one.parameters:
-            raise Refusal(400, f"output {one.name!r}: this server takes no shared memory; the answer has the data")
+            raise RequestRefusal(400, f"output {one.name!r}: this server takes no shared memory; the answer has the data")
         if datatype(operand) not in _KNOWN:
-            raise Refusal(
+            raise RequestRefusal(
                 400,
                 f"output {one.name!r} is of type {operand.word}, which the Open Inference Protocol lacks; ask for other outputs",
             )
         found[one.name] = _flag(f"output {one.name!r}", one.parameters, "binary_data", binary)
         if only_binary(operand) and not found[one.name]:
-            raise Refusal(400, f"output {one.name!r}: {datatype(operand)} does not travel as JSON; ask for it as binary data")
+            raise RequestRefusal(400, f"output {one.name!r}: {datatype(operand)} does not travel as JSON; ask for it as binary data")
     return found
 
 
 def _flag(where: str, parameters: Mapping[str, Any], name: str, otherwise: bool) -> bool:
     value = parameters.get(name, otherwise)
     if not isinstance(value, bool):
-        raise Refusal(400, f"{where}: the parameter {name} is {value!r}; give true or false")
+        raise RequestRefusal(400, f"{where}: the parameter {name} is {value!r}; give true or false")
     return value
 
 
@@ -210,5 +214,5 @@ def _timeout_s(parameters: Mapping[str, Any]) -> float | None:
     if value is None or value == 0:  # in Triton, 0 stands for no timeout
         return None
     if type(value) is not int or not 0 < value < 2**63:
-        raise Refusal(400, f"the parameter timeout is {value!r}; give a positive number of microseconds")
+        raise RequestRefusal(400, f"the parameter timeout is {value!r}; give a positive number of microseconds")
     return value / 1e6

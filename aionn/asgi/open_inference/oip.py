@@ -15,9 +15,9 @@ from starlette.types import Receive, Scope, Send
 import aionn
 from aionn.asgi.open_inference.incoming import Incoming
 from aionn.asgi.open_inference.inference import infer
-from aionn.asgi.open_inference.refusals import Refusal, refusal_of
+from aionn.asgi.open_inference.refusals import RequestRefusal, refusal_of
 from aionn.asgi.open_inference.room import Room
-from aionn.asgi.open_inference.targets import VERSION, Target, Targets, checked_targets
+from aionn.asgi.open_inference.targets import VERSION, ServedModel, Targets, checked_targets
 from aionn.asgi.open_inference.tensors import datatype, shape_of
 from aionn.asgi.requests import RETRY_AFTER_S
 from aionn.asgi.served import Models
@@ -99,14 +99,14 @@ class _Routes:
                 return _wrong_method(request, method)
             try:
                 return await handler(request)
-            except (AionnError, Refusal) as error:
+            except (AionnError, RequestRefusal) as error:
                 return self.refused(error, request)
 
         return answer
 
-    def refused(self, error: AionnError | Refusal, connection: HTTPConnection) -> Response:
+    def refused(self, error: AionnError | RequestRefusal, connection: HTTPConnection) -> Response:
         """Return the answer for an error."""
-        refusal = error if isinstance(error, Refusal) else refusal_of(error, self._targets.runtime(connection))
+        refusal = error if isinstance(error, RequestRefusal) else refusal_of(error, self._targets.runtime(connection))
         return refusal.response()
 
     async def server(self, request: Request) -> Response:
@@ -138,7 +138,7 @@ class _Routes:
     async def model_ready(self, request: Request) -> Response:
         try:
             target = await self._target(request)
-        except Refusal as refusal:
+        except RequestRefusal as refusal:
             if refusal.status != 503:
                 raise
             return _health({"name": request.path_params["model"], "ready": False, "error": str(refusal)}, False)
@@ -156,9 +156,9 @@ class _Routes:
         return JSONResponse({"model_stats": [target.statistics() for target in await self._targets.serving(request)]})
 
     async def unknown(self, request: Request) -> Response:
-        raise Refusal(404, f"the path {request.url.path} is unknown to this server")
+        raise RequestRefusal(404, f"the path {request.url.path} is unknown to this server")
 
-    def _target(self, connection: HTTPConnection) -> Coroutine[Any, Any, Target]:
+    def _target(self, connection: HTTPConnection) -> Coroutine[Any, Any, ServedModel]:
         parameters = connection.path_params
         return self._targets.find(connection, parameters["model"], parameters.get("version", VERSION))
 
@@ -179,14 +179,14 @@ class _Inference:
         else:
             try:
                 response = await self._routes.infer(connection, receive)
-            except (AionnError, Refusal) as error:
+            except (AionnError, RequestRefusal) as error:
                 response = self._routes.refused(error, connection)
         await response(scope, receive, send)
 
 
 def _wrong_method(connection: HTTPConnection, method: str) -> Response:
     sentence = f"the path {connection.url.path} takes {method}, not {connection.scope['method']}"
-    return Refusal(405, sentence, {"Allow": method}).response()
+    return RequestRefusal(405, sentence, {"Allow": method}).response()
 
 
 def _described(operands: Mapping[str, Operand]) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""`Refusal`: an answer that is an error, and `refusal_of`: the one that an error of aionn becomes."""
+"""`RequestRefusal`: an answer that is an error, and `refusal_of`: the one that an error of aionn becomes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from aionn.errors import (
 )
 from aionn.hal.types import ErrorStatus
 
-__all__ = ["Refusal", "refusal_of"]
+__all__ = ["RequestRefusal", "refusal_of"]
 
 RESTART_S = 1
 """Seconds that a client is asked to wait while a driver starts again."""
@@ -41,7 +41,7 @@ _NOT_COMPUTED = 422
 """The request is well formed and fits the model, but the model does not compute these values."""
 
 
-class Refusal(Exception):
+class RequestRefusal(Exception):
     """A request is answered with an error.
 
     Attributes:
@@ -63,7 +63,7 @@ class Refusal(Exception):
         return JSONResponse({"error": str(self)}, self.status, self.headers)
 
 
-def refusal_of(error: AionnError, runtime: aionn.Runtime) -> Refusal:
+def refusal_of(error: AionnError, runtime: aionn.Runtime) -> RequestRefusal:
     """Return the answer for an error of a call."""
     status, sentence = 500, text_of(error)
     if isinstance(error, CallerError):
@@ -76,4 +76,4 @@ def refusal_of(error: AionnError, runtime: aionn.Runtime) -> Refusal:
         status = _HTTP_STATUS.get(ErrorStatus(error.status), _NOT_COMPUTED)
     elif isinstance(error, _MAY_PASS):
         status = 503
-    return Refusal(status, sentence, {"Retry-After": str(RESTART_S)} if status == 503 else None)
+    return RequestRefusal(status, sentence, {"Retry-After": str(RESTART_S)} if status == 503 else None)

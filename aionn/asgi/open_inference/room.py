@@ -5,7 +5,7 @@ Without such a bound a thousand clients, each with a body of the largest size, w
 
 from __future__ import annotations
 
-from aionn.asgi.open_inference.refusals import RESTART_S, Refusal
+from aionn.asgi.open_inference.refusals import RESTART_S, RequestRefusal
 
 __all__ = ["Room"]
 
@@ -34,7 +34,7 @@ class Room:
             sentence = (
                 f"the requests under way take {self._used} of the {self._most} bytes that this server keeps for them; try again later"
             )
-            raise Refusal(503, sentence, {"Retry-After": str(RESTART_S), "Connection": "close"})
+            raise RequestRefusal(503, sentence, {"Retry-After": str(RESTART_S), "Connection": "close"})
         self._used += count
 
     def give_back(self, count: int) -> None:

@@ -18,9 +18,9 @@ import anyio
 from starlette.requests import HTTPConnection
 
 import aionn
-from aionn.asgi.open_inference.arrivals import Arrivals
-from aionn.asgi.open_inference.messages import Asked
-from aionn.asgi.open_inference.refusals import Refusal
+from aionn.asgi.open_inference.arrivals import AwaitedBodies
+from aionn.asgi.open_inference.messages import ModelRequest
+from aionn.asgi.open_inference.refusals import RequestRefusal
 from aionn.asgi.requests import RETRY_AFTER_S
 from aionn.asgi.requests import models as models_of
 from aionn.asgi.served import Models
@@ -31,7 +31,7 @@ from aionn.memo import Memo
 from aionn.runtime.executing.retrying import Retries
 from aionn.tasks import time_left
 
-__all__ = ["Counts", "Target", "Targets", "checked_targets"]
+__all__ = ["Counts", "ServedModel", "Targets", "checked_targets"]
 
 VERSION = "1"
 """The only version of each model. `Runtime.swap` replaces a model without giving it another one."""
@@ -60,7 +60,7 @@ class Counts:
 
 
 @dataclass(slots=True)
-class Target:
+class ServedModel:
     """A model that serves.
 
     Attributes:
@@ -75,10 +75,10 @@ class Target:
     compilation: aionn.Compilation
     burst: aionn.Burst | None
     counts: Counts
-    asked: Memo[bytes, Asked]
+    asked: Memo[bytes, ModelRequest]
     streaming: anyio.CapacityLimiter
     retries: int
-    arrivals: Arrivals = field(default_factory=Arrivals)
+    arrivals: AwaitedBodies = field(default_factory=AwaitedBodies)
 
     def compute(self, inputs: Mapping[str, Any] | aionn.Frame, timing: bool, deadline_ns: int | None) -> Coroutine[Any, Any, aionn.Outputs]:
         """Run the model once. Errors are those of `Burst.compute`.
@@ -139,7 +139,7 @@ class _Kept:
     """
 
     counts: Counts = field(default_factory=Counts)
-    target: Target | None = None
+    target: ServedModel | None = None
     model: Model | None = None
     streaming: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(STREAMED))
     opening: anyio.Lock = field(default_factory=anyio.Lock)
@@ -159,7 +159,7 @@ class Targets:
 
     Args:
         given: the argument `models` of `oip`. None: the models of the app's lifespan.
-        retries: as for `Target`.
+        retries: as for `ServedModel`.
     """
 
     def __init__(self, runtime: aionn.Runtime | None, given: Given, retries: int) -> None:
@@ -181,7 +181,7 @@ class Targets:
         given = self._models(connection)
         return list(given.names if isinstance(given, Models) else given)
 
-    async def find(self, connection: HTTPConnection, name: str, version: str = VERSION) -> Target:
+    async def find(self, connection: HTTPConnection, name: str, version: str = VERSION) -> ServedModel:
         """Return the model of that name.
 
         Raises:
@@ -189,9 +189,9 @@ class Targets:
         """
         given = self._models(connection)
         if version != VERSION:
-            raise Refusal(404, f"this server has no model {name!r} in version {version!r}; its version is {VERSION!r}")
+            raise RequestRefusal(404, f"this server has no model {name!r} in version {version!r}; its version is {VERSION!r}")
         if name not in given:
-            raise Refusal(404, f"this server has no model {name!r}")
+            raise RequestRefusal(404, f"this server has no model {name!r}")
         kept = self._kept.get(name)
         if kept is None:
             kept = self._kept[name] = _Kept()
@@ -199,7 +199,7 @@ class Targets:
             wanted = given.wanted(name)
             if wanted.compilation is None:
                 why = f" ({wanted.failure})" if wanted.failure else ""
-                raise Refusal(503, f"model {name!r} does not serve yet{why}; try again later", {"Retry-After": str(RETRY_AFTER_S)})
+                raise RequestRefusal(503, f"model {name!r} does not serve yet{why}; try again later", {"Retry-After": str(RETRY_AFTER_S)})
             compilation, burst = wanted.compilation, wanted.burst
         else:
             compilation = given[name]
@@ -208,16 +208,16 @@ class Targets:
         if target is None or target.compilation is not compilation or target.burst is not burst or kept.model is not model:
             # The first request, a swapped model or another compilation. What was remembered of earlier requests may not fit this model.
             kept.model = model
-            target = kept.target = Target(name, compilation, burst, kept.counts, Memo(_REMEMBERED), kept.streaming, self._retries)
+            target = kept.target = ServedModel(name, compilation, burst, kept.counts, Memo(_REMEMBERED), kept.streaming, self._retries)
         return target
 
-    async def serving(self, connection: HTTPConnection) -> list[Target]:
+    async def serving(self, connection: HTTPConnection) -> list[ServedModel]:
         """Return the models that serve."""
-        found: list[Target] = []
+        found: list[ServedModel] = []
         for name in self.names(connection):
             try:
                 found.append(await self.find(connection, name))
-            except Refusal:
+            except RequestRefusal:
                 continue
         return found
 

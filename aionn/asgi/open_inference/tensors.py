@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from aionn.asgi.open_inference.refusals import Refusal
+from aionn.asgi.open_inference.refusals import RequestRefusal
 from aionn.hal.types import Operand, OperandType
 
 __all__ = ["DATATYPES", "MOST_AXES", "array_of", "as_bytes", "as_json", "check_bools", "datatype", "from_json", "only_binary", "shape_of"]
@@ -79,9 +79,9 @@ def array_of(name: str, operand: Operand, shape: Sequence[int], data: memoryview
 
 
 def check_bools(name: str, data: NDArray[Any]) -> None:
-    """Raise `Refusal` if a byte of a tensor of truth values is neither 0 nor 1. Engines do not define what such a value does."""
+    """Raise `RequestRefusal` if a byte of a tensor of truth values is neither 0 nor 1. Engines do not define what such a value does."""
     if data.size and data.view(np.uint8).max() > 1:
-        raise Refusal(400, f"input {name!r}: a BOOL is the byte 0 or 1, but the request has another one")
+        raise RequestRefusal(400, f"input {name!r}: a BOOL is the byte 0 or 1, but the request has another one")
 
 
 def _texts(name: str, shape: Sequence[int], data: memoryview) -> NDArray[Any]:
@@ -91,13 +91,13 @@ def _texts(name: str, shape: Sequence[int], data: memoryview) -> NDArray[Any]:
         begin = at + _LENGTH_BYTES
         at = begin + int.from_bytes(data[at:begin], "little")
         if begin > len(data) or at > len(data):
-            raise Refusal(400, f"input {name!r}: element {len(found)} of the BYTES tensor goes beyond the end of its data")
+            raise RequestRefusal(400, f"input {name!r}: element {len(found)} of the BYTES tensor goes beyond the end of its data")
         try:
             found.append(str(data[begin:at], "utf-8"))
         except UnicodeDecodeError as error:
-            raise Refusal(400, f"input {name!r}: element {len(found)} is not a text in UTF-8 ({error.reason})") from error
+            raise RequestRefusal(400, f"input {name!r}: element {len(found)} is not a text in UTF-8 ({error.reason})") from error
     if len(found) != count:
-        raise Refusal(400, f"input {name!r}: its data has {len(found)} elements, but its shape {list(shape)} has {count}")
+        raise RequestRefusal(400, f"input {name!r}: its data has {len(found)} elements, but its shape {list(shape)} has {count}")
     return _array_of_texts(found).reshape(tuple(shape))
 
 
@@ -127,10 +127,10 @@ def from_json(name: str, operand: Operand, shape: Sequence[int], data: msgspec.R
         Refusal: it is not such a list; or an element has another type, or does not fit into the type.
     """
     if only_binary(operand):
-        raise Refusal(400, f"input {name!r}: {datatype(operand)} does not travel as JSON; send it as binary data")
+        raise RequestRefusal(400, f"input {name!r}: {datatype(operand)} does not travel as JSON; send it as binary data")
     depth = _depth(memoryview(data))
     if depth not in (1, len(shape)):
-        raise Refusal(400, f"input {name!r}: give its data as a flat list, or nested as its shape {list(shape)} says")
+        raise RequestRefusal(400, f"input {name!r}: give its data as a flat list, or nested as its shape {list(shape)} says")
     element = _ELEMENTS.get(operand.type, float)
     for _ in range(depth):
         element = GenericAlias(list, (element,))
@@ -138,9 +138,9 @@ def from_json(name: str, operand: Operand, shape: Sequence[int], data: msgspec.R
         values = msgspec.json.decode(data, type=element)
         array = _array_of_values(operand, values, depth)
     except (msgspec.DecodeError, ValueError, OverflowError, FloatingPointError) as error:
-        raise Refusal(400, f"input {name!r}: its data does not fit {datatype(operand)} of shape {list(shape)}: {error}") from error
+        raise RequestRefusal(400, f"input {name!r}: its data does not fit {datatype(operand)} of shape {list(shape)}: {error}") from error
     if array.size != prod(shape) or array.shape not in (tuple(shape), (array.size,)):
-        raise Refusal(400, f"input {name!r}: its data has the shape {list(array.shape)}, which does not fit {list(shape)}")
+        raise RequestRefusal(400, f"input {name!r}: its data has the shape {list(array.shape)}, which does not fit {list(shape)}")
     return array.reshape(tuple(shape))
 
 
@@ -208,5 +208,5 @@ def _is_unicode(text: str) -> bool:
     return True
 
 
-def _no_json(name: str, what: str) -> Refusal:
-    return Refusal(400, f"output {name!r} has {what}, which JSON cannot carry; ask for it as binary data")
+def _no_json(name: str, what: str) -> RequestRefusal:
+    return RequestRefusal(400, f"output {name!r} has {what}, which JSON cannot carry; ask for it as binary data")

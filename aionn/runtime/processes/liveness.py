@@ -26,7 +26,7 @@ from collections.abc import Callable
 import anyio
 import msgspec
 
-from aionn.pages import BEAT_S, Activity, Execution, PageReader, start_time_of
+from aionn.pages import BEAT_S, Activity, PageReader, ShownExecution, start_time_of
 
 _LONGEST_TICK_S = 1.0
 _TICKS = 5
@@ -98,7 +98,7 @@ class Judge:
         self._tick_s = min(_LONGEST_TICK_S, hang_s / _TICKS)
         self._last_ns = now_ns
         self._last_cpu_ns: int | None = None
-        self._ages: dict[Execution, float] = {}
+        self._ages: dict[ShownExecution, float] = {}
         self._stall: tuple[int, int] | None = None
         self._still_s = 0.0
         self._still_cpu_ns = 0
@@ -264,7 +264,7 @@ async def watch(
         note: takes the hang, as soon as it is found, and None once the driver has gone on.
     """
     witness, stalls = Witness(page.pid, page.start_time), StallJudge(time.monotonic_ns())
-    reported: tuple[Execution, ...] | int | None = None
+    reported: tuple[ShownExecution, ...] | int | None = None
     while not await _set_within(ended, judge.next_look_s):
         activity, now_ns = page.read(), time.monotonic_ns()
         # A driver that stood still while it did nothing has gone on when its heart beats again.
