@@ -27,10 +27,10 @@ MOST: dict[str, tuple[int, int, int]] = {
     "burst.compute, usual": (6, 3, 253),
     "swap": (1_600, 95, 32_000),
 }
-MOST_CODE_LINES = 40_730
-MOST_FILES = 406
+MOST_CODE_LINES = 40_671
+MOST_FILES = 404
 MOST_LINES_OF_C = 5_197
-MOST_NAMES_DEFINED_TWICE = 25
+MOST_NAMES_DEFINED_TWICE = 7
 MOST_VERBS_FOR_AN_END = 22
 
 
