@@ -98,8 +98,28 @@ async def test_a_call_with_device_memory_has_no_retry(compilation: aionn.Compila
                 await call(MappingProxyType({"input": state}), retry=1)
             with pytest.raises(aionn.CallerError, match="retry with device memory"):
                 await call(X, outputs={"input_out": state}, retry=1)
-            with pytest.raises(aionn.CallerError, match="compute: retry=-1; give a whole number, at least 0"):
-                await call(X, retry=-1)
+            for wrong in (-1, None, "", 1.5):
+                with pytest.raises(aionn.CallerError, match=f"compute: retry={wrong!r}; give a whole number, at least 0"):
+                    await call(X, retry=wrong)
+
+
+async def test_a_frame_with_a_memory_is_sent_again_and_one_with_device_memory_is_refused(
+    compilation: aionn.Compilation, fake: FakeDevice
+) -> None:
+    async with compilation.burst() as burst, burst.frame() as frame:
+        with aionn.Memory.allocate(64) as memory:
+            memory.array(np.float32, (1, 16))[:] = 5
+            frame["input"] = memory
+            fake.hang("run")
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(killed, fake, 1)
+                outputs = await burst.compute(frame, retry=1)
+            assert np.array_equal(outputs["input_out"], np.full((1, 16), 5, np.float32))
+        state = await compilation.allocate(inputs=("input",))
+        await state.copy_from(X["input"])
+        frame["input"] = state
+        with pytest.raises(aionn.CallerError, match="retry with device memory"):
+            await burst.compute(frame, retry=1)
 
 
 async def test_a_frame_is_sent_again_as_it_is(compilation: aionn.Compilation, fake: FakeDevice) -> None:

@@ -13,7 +13,6 @@ from typing import Any
 import msgspec
 
 from aionn.errors import CallerError, DeadlineError, DeviceMemoryLostError, DriverDiedError
-from aionn.memory.pool import Frame
 from aionn.runtime.executing.device_memory import DeviceMemory
 from aionn.runtime.executing.frame_layout import Outputs
 from aionn.tasks import checked_count, deadline_of, seconds_until
@@ -30,17 +29,19 @@ class Retries(msgspec.Struct, frozen=True):
 
 async def retried(
     call: Callable[..., Awaitable[Outputs]],
-    inputs: Mapping[str, Any] | Frame,
+    inputs: Mapping[str, Any],
     outputs: Mapping[str, Any] | None,
     measure_timing: bool,
     timeout_s: float | None,
     retry: int | Retries,
+    placed: Mapping[str, Any] | None = None,
 ) -> Outputs:
     """Run a model once, and again after a driver's death. Other errors are those of `call`.
 
     Args:
         call: `Burst.compute` or `Compilation.compute`. The other arguments are its.
         timeout_s: seconds for all calls together.
+        placed: what stands for inputs of a frame instead, by name. None: `inputs` is no frame.
 
     Raises:
         CallerError: `retry` is not a whole number, or an argument is device memory.
@@ -51,7 +52,7 @@ async def retried(
         retries = retry
     else:
         retries = Retries(checked_count("compute: retry", retry, 0))
-        _refuse_device_memory(inputs, outputs)
+        _refuse_device_memory(inputs if placed is None else placed, outputs)
     deadline_ns = deadline_of(timeout_s)
     left = retries.most
     while True:

@@ -33,7 +33,7 @@ from aionn.runtime.executing.recurrent import RecurrentSteps, Step
 from aionn.runtime.executing.retrying import Retries, retried
 from aionn.runtime.streaming import stream
 from aionn.runtime.streaming.connection import BurstConnection
-from aionn.runtime.streaming.frame import Frame, begin_from_thread, lease_of, leases_here
+from aionn.runtime.streaming.frame import Frame, begin_from_thread, lease_of, leases_here, placed_in
 from aionn.tasks import AsyncOnly, deadline_of
 
 _NONE = ErrorStatus.NONE  # each look into an enumeration costs as much as a small copy
@@ -155,8 +155,8 @@ class Burst(AsyncOnly):
             DriverDiedError, DriverHungError: the driver is gone; the next call starts a new one. `DeviceMemoryLostError` where a
                 `DeviceMemory` among the arguments went with it.
         """
-        if retry:
-            return await retried(self.compute, inputs, outputs, measure_timing, timeout_s, retry)
+        if retry != 0:
+            return await retried(self.compute, inputs, outputs, measure_timing, timeout_s, retry, placed_in(inputs))
         try:
             if _get_running_loop() is not self._loop:
                 self._connection.session.check_open()  # it says what is wrong

@@ -189,6 +189,11 @@ def lease_of(frame: Frame, connection: BurstConnection) -> tuple[tuple[FrameLayo
     return frame._leased(), frame._placed
 
 
+def placed_in(inputs: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return what stands for inputs of a frame instead, by name. Returns None if `inputs` is no frame."""
+    return inputs._placed if isinstance(inputs, Frame) else None
+
+
 def _give_back(frame: memory_pool.Frame) -> None:
     frame.lent = False
     frame.settled(None)
