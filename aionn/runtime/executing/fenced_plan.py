@@ -107,6 +107,8 @@ class FencedPlan:
     def _settled(self, number: int, found: Found) -> None:
         """Note the answer of a step. Its successor learns of a failure that no driver signals."""
         self._found[number] = found
+        if not isinstance(found, FencedResult):
+            self.stop()  # the plan has failed, and a step before may wait for a fence that never comes
         if number < len(self._fences) and not self._signalled(number, found):
             signal_fence(self._fences[number], succeeded=False)
         self._conclude_when_over()
@@ -131,13 +133,15 @@ class FencedPlan:
 
     def _outcome(self) -> Found | None:
         """Return the answer of the whole plan. None: a tensor came out in another shape than expected."""
+        lost = [self._found[number] for number in sorted(self._found) if not isinstance(self._found[number], FencedResult)]
+        if lost:
+            return lost[0]
         timings = []
         steps = self._plan.steps
         last = len(steps) - 1
         for number in range(len(steps)):
             found = self._found[number]
-            if not isinstance(found, FencedResult):
-                return found
+            assert isinstance(found, FencedResult)
             result = found.result
             if found.failed is not None:  # of the first step: a dependency of the app's
                 return found

@@ -146,8 +146,9 @@ class KeptBurst:
                 await turn
             self._renewal.check_usable()
         except BaseException as error:
-            if self.connection is not None:
-                self.connection.executor.ended(error)
+            executor = self._large if self.connection is None else self.connection.executor
+            if executor is not None:
+                executor.ended(error)
             self._turns.pop(turn, None)
             if turn.done() and not turn.cancelled() and turn.exception() is None:
                 self._leave()  # the place has come, so pass it on
