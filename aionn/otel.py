@@ -57,7 +57,6 @@ _WORK = {
     "compilation.prepare_again": "aionn.prepare",
     "prepare": "aionn.prepare.compile",
     "prepare.from_cache": "aionn.prepare.load",
-    "cache.glance": "aionn.cache.lookup",
     "cache.lookup": "aionn.cache.lookup",
     "stage.load": "aionn.stage.load",
     "stage.compile": "aionn.stage.compile",

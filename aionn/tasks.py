@@ -1,8 +1,9 @@
-"""Tasks and their ends: owned task groups, plain exceptions, bounded shields, one-shot answers, and the child of a fork.
+"""Tasks, threads and their ends: owned task groups, plain exceptions, bounded shields, one-shot answers, and the child of a fork.
 
 A caller who enters one of aionn's `async with` blocks has started no task and must be able to write `except DriverDiedError`.
 So `ungrouped` undoes anyio's wrapping. `OwnedTasks` is a task group that any task of the loop may open and close. A callback sets
-an `Answer`, and one task awaits it. `leave_in_child` and `is_ours` keep a child of `os.fork` away from what its parent owns.
+an `Answer`, and one task awaits it. Blocking work runs in threads: `run_in_thread` waits for its thread, and `ThreadWork` leaves it.
+`leave_in_child` and `is_ours` keep a child of `os.fork` away from what its parent owns.
 
 `Runtime.open` imports this module before it starts a driver, so anyio is imported where it is used.
 """
@@ -19,11 +20,14 @@ import time
 import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, Protocol, TypeVar, overload
 
 from aionn.errors import CallerError, DeadlineError
 
 if TYPE_CHECKING:
+    from concurrent.futures import ThreadPoolExecutor
+
     import anyio
     from anyio.abc import TaskGroup
 
@@ -397,3 +401,138 @@ class Answer(Generic[T]):
     async def wait(self) -> T:
         """Wait for the result, or raise the error."""
         return await self._future
+
+
+_MOST_THREADS = 128
+"""So many acts of one loop may wait for disks that hang, before other acts have to wait for them."""
+
+_pools: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, ThreadPoolExecutor] = weakref.WeakKeyDictionary()
+
+
+def in_thread(act: Callable[..., T], *arguments: object) -> asyncio.Future[T]:
+    """Begin `act(*arguments)` in a thread of aionn's pool for this loop.
+
+    The loop's default executor has few threads, and the app uses it too. A disk that hangs must hold up neither the app nor other compiles.
+    """
+    loop = running_loop()
+    pool = _pools.get(loop)
+    if pool is None:
+        from concurrent.futures import ThreadPoolExecutor
+
+        pool = _pools[loop] = ThreadPoolExecutor(_MOST_THREADS, "aionn")
+    return loop.run_in_executor(pool, partial(act, *arguments))
+
+
+def end_threads() -> None:
+    """End the threads of this loop's pool that are idle, and the others when their act ends. The next act gets a new pool."""
+    pool = _pools.pop(running_loop(), None)
+    if pool is not None:
+        pool.shutdown(wait=False)
+
+
+async def run_in_thread(act: Callable[..., T], *arguments: object, undo: Callable[[T], object] | None = None) -> T:
+    """Run `act(*arguments)` in a thread, and return its result.
+
+    A cancelled caller waits for the thread, because the thread works on files and locks that the caller is about to free.
+    If the task itself was cancelled (`Task.cancel`), the cancellation is raised after that wait. Before, `undo(result)` has run,
+    so what the thread opened does not stay open. A cancelled anyio scope strikes at the caller's next await, when the caller
+    already owns the result.
+
+    A child of fork has the loop and its tasks, but none of the threads, and the files are its parent's. In a child this call raises
+    `CancelledError`.
+    """
+    import anyio
+
+    loop = running_loop()
+    if not is_ours(loop):
+        raise asyncio.CancelledError("this directory is in use by the parent process")
+    cancelled: asyncio.CancelledError | None = None
+    with anyio.CancelScope(shield=True):
+        future = in_thread(act, *arguments)
+        while True:
+            try:
+                result = await asyncio.shield(future)
+                break
+            except asyncio.CancelledError as error:
+                if future.cancelled() or not is_ours(loop):
+                    raise
+                cancelled = error
+    if cancelled is None:
+        return result
+    if undo is not None:
+        await run_in_thread(undo, result)
+    raise cancelled
+
+
+class ThreadWork:
+    """Threads that work for callers which need not wait for them: a disk may hang, and a cancelled caller leaves at once.
+
+    Attributes:
+        running: one future for each thread that works.
+        waiting: the answers that callers wait for.
+    """
+
+    def __init__(self) -> None:
+        self.running: set[asyncio.Future[Any]] = set()
+        self.waiting: set[Answer[Any]] = set()
+
+    async def ask(self, act: Callable[..., T], *arguments: object, undo: Callable[[T], object] | None = None) -> T:
+        """Run `act(*arguments)` in a thread and return its result. A cancelled caller leaves at once; `undo(result)` then runs later.
+
+        Raises:
+            CallerError: what the thread works for was closed, and the thread has not ended.
+        """
+        asking = in_thread(act, *arguments)
+        waiting: Answer[T] = Answer(asking.get_loop())
+
+        def answered(_: object) -> None:
+            self.running.discard(asking)
+            try:
+                result = asking.result()
+            except BaseException as error:
+                waiting.fail(error)
+            else:
+                if not waiting.settled:
+                    waiting.set(result)
+                elif undo is not None:
+                    self.run_later(partial(undo, result))
+
+        self.running.add(asking)
+        self.waiting.add(waiting)
+        asking.add_done_callback(answered)
+        try:
+            return await waiting.wait()
+        except BaseException:
+            if waiting.result is not None and undo is not None:  # the result came together with the cancellation
+                self.run_later(partial(undo, waiting.result))
+            waiting.abandon()
+            raise
+        finally:
+            self.waiting.discard(waiting)
+
+    def run_later(self, act: Callable[[], object]) -> None:
+        """Run `act` in a thread soon. The caller does not wait for it."""
+        loop = running_loop()
+        done: asyncio.Future[None] = loop.create_future()
+        self.running.add(done)
+
+        def begin() -> None:
+            try:
+                in_thread(act).add_done_callback(end)
+            except RuntimeError:  # the process ends and takes no more threads: better here than never
+                end(None)
+                act()
+
+        def end(acted: asyncio.Future[Any] | None) -> None:
+            self.running.discard(done)
+            done.set_result(None)
+            if acted is not None:
+                acted.result()  # an error goes to the loop's exception handler, because no caller is left to get it
+
+        # Not at once: the thread would take the interpreter from the caller, whose answer must not wait for `act`.
+        loop.call_soon(begin)
+
+    def fail_waiting(self, error: CallerError) -> None:
+        """Raise `error` in every caller that still waits in `ask`."""
+        for waiting in self.waiting:
+            waiting.fail(error)

@@ -19,7 +19,7 @@ stored, in a private place. It copies a file before it checks the copy, and then
 directory can cost a compilation, and nothing more. A cache that fails gives a `Refusal`,
 and a `CacheOutcome` on `compilation.outcomes`. It never raises an exception.
 
-A hit:    store.glance -> Hit -> prepare_model_from_cache(hit.handles) -> integrity.verify -> engine.load(verified bytes)
+A hit:    store.open_now -> Hit -> prepare_model_from_cache(hit.handles) -> integrity.verify -> engine.load(verified bytes)
 A miss:   store.open -> Miss -> prepare_model(model, publisher.handles) -> integrity.save -> publisher.publish()
 Refused:  hit.refuse(why) -> Miss, as above.
 Adopted:  store.open -> Miss -> adopt(offer) -> adopting.verify_offer -> engine.load -> adopted record -> publisher.publish()

@@ -24,9 +24,9 @@ from typing import Annotated
 
 import msgspec
 
-from aionn.caching.store.threads import run_in_thread
 from aionn.errors import CallerError
 from aionn.hal.trust import KEY_BYTES, MAX_KEYS, Keyring, TrustedKey, encode_keyring
+from aionn.tasks import run_in_thread
 
 __all__ = [
     "ADOPT",

@@ -26,7 +26,7 @@ def list_entries(directory: Path, as_json: bool) -> None:
 
     async def listed() -> tuple[list[EntryInfo] | Refusal, list[StageMeasurement]]:
         async with CacheStore(directory) as store:
-            return await store.entries(), await store.measurements()
+            return await store.entries(), await store.remembered.measurements()
 
     found, measurements = aionn.run(listed)
     if isinstance(found, Refusal):

@@ -17,7 +17,6 @@ from aionn.caching.manifest import StoredFile
 from aionn.caching.offers import ArtifactRequest, Offered
 from aionn.caching.outcomes import MissReason, Refusal, refusal_of_os_error
 from aionn.caching.statement import Statement
-from aionn.caching.store.threads import run_in_thread
 from aionn.fleet.addresses import open_address
 from aionn.fleet.artifact_store import ArtifactStore, each
 from aionn.fleet.errors import StoreError
@@ -26,6 +25,7 @@ from aionn.fleet.judging import statement_at
 from aionn.fleet.pausing import Pauses
 from aionn.fleet.places import StatementPlace, file_path, fingerprint
 from aionn.hal.trust import Keyring
+from aionn.tasks import run_in_thread
 
 __all__ = ["PATIENCE_S", "StoreBackend", "ask_store", "fetch_offer"]
 

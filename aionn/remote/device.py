@@ -58,6 +58,7 @@ from aionn.remote.handles import RemoteBuffer, RemoteBurstContext
 from aionn.remote.messages import cache_fds, cache_message, model_message, options_message, pool_fds, queue_message
 from aionn.remote.option_files import opened_files
 from aionn.remote.parts import PoolMessage
+from aionn.tasks import run_in_thread
 
 MAX_LINE_CHARACTERS = 8192
 """A driver of this release cuts its lines to as many bytes."""
@@ -128,7 +129,6 @@ class RemoteDevice:
         if cache is None:
             return await self._compile(model, options, None)
         from aionn.caching.store.lending import close_handles, open_again  # only caching needs it
-        from aionn.caching.store.threads import run_in_thread
 
         opened = await run_in_thread(open_again, cache, undo=close_handles)
         try:
@@ -314,7 +314,6 @@ class RemotePreparedModel:
             answer, _ = await self.device.connection.call(ExportAgain(self.number, None), ExportedAgain)
             return answer.outcome
         from aionn.caching.store.lending import close_handles, open_again
-        from aionn.caching.store.threads import run_in_thread
 
         opened = await run_in_thread(open_again, cache, undo=close_handles)
         try:

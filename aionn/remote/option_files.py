@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager
 
 from aionn.errors import CallerError
 from aionn.hal.options import EngineOptions
+from aionn.tasks import run_in_thread
 
 __all__ = ["open_option", "opened_files"]
 
@@ -27,8 +28,6 @@ async def opened_files(options: EngineOptions) -> AsyncIterator[Sequence[int]]:
     if not options.files:
         yield ()
         return
-    from aionn.caching.store.threads import run_in_thread
-
     paths = {name: str(options[name]) for name in options.files}
     fds = await run_in_thread(_open_all, paths, undo=_close_all)
     try:

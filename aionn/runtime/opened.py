@@ -24,7 +24,7 @@ from aionn.runtime.processes.spawning import GRACE_S, KILL_S, Settings
 from aionn.runtime.reports import Reports
 from aionn.runtime.session import Session
 from aionn.runtime.traced import begin_environment, end_environment, write_environment
-from aionn.tasks import OwnedTasks, bounded_shield
+from aionn.tasks import OwnedTasks, bounded_shield, end_threads
 
 CLOSE_STORES_S = 5.0
 """A cache directory on a disk that hangs must not hold up the app's end."""
@@ -118,7 +118,10 @@ class Opened:
             if self._traced is not None:
                 await write_environment(self._traced)
             # Side by side: no store waits for another one's disk before it ends the calls that wait in it.
-            with bounded_shield(CLOSE_STORES_S):
-                async with anyio.create_task_group() as closing:
-                    for store in self._stores.values():
-                        closing.start_soon(store.aclose)
+            try:
+                with bounded_shield(CLOSE_STORES_S):
+                    async with anyio.create_task_group() as closing:
+                        for store in self._stores.values():
+                            closing.start_soon(store.aclose)
+            finally:
+                end_threads()

@@ -117,7 +117,7 @@ async def test_a_lock_whose_file_was_removed_or_made_again_meanwhile_is_not_beli
     if hold is not None:
         hold.release()
     if right is not None:
-        await right.release()
+        right.release()
     fcntl.flock(others, fcntl.LOCK_EX | fcntl.LOCK_NB)
     os.close(others)
 

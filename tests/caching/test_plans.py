@@ -17,20 +17,20 @@ SCOPE, OTHER = bytes(32), b"1" * 32
 
 async def test_a_plan_takes_the_place_of_the_one_before_and_outlives_the_store(tmp_path: Path) -> None:
     async with CacheStore(tmp_path / "cache") as store:
-        assert await store.plans.get(SCOPE) is None
-        await store.plans.keep(SCOPE, b"first")
-        await store.plans.keep(OTHER, b"other")
-        await store.plans.keep(SCOPE, b"second")
+        assert await store.remembered.plan(SCOPE) is None
+        await store.remembered.keep_plan(SCOPE, b"first")
+        await store.remembered.keep_plan(OTHER, b"other")
+        await store.remembered.keep_plan(SCOPE, b"second")
     async with CacheStore(tmp_path / "cache") as store:
-        assert (await store.plans.get(SCOPE), await store.plans.get(OTHER)) == (b"second", b"other")
+        assert (await store.remembered.plan(SCOPE), await store.remembered.plan(OTHER)) == (b"second", b"other")
         assert await store.entries() == []  # a plan is not an entry
 
 
 async def test_a_directory_that_cannot_be_used_has_no_plans(tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("a file")
     async with CacheStore(tmp_path / "cache") as store:
-        await store.plans.keep(SCOPE, b"plan")
-        assert await store.plans.get(SCOPE) is None
+        await store.remembered.keep_plan(SCOPE, b"plan")
+        assert await store.remembered.plan(SCOPE) is None
 
 
 def test_the_plans_that_were_kept_first_go_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

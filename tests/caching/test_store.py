@@ -17,10 +17,10 @@ from typing import Any
 import anyio
 import pytest
 
-from aionn import trace
+from aionn import tasks, trace
 from aionn.caching import CacheOutcomeKind, MissReason, Refusal
-from aionn.caching.store import CacheStore, Declined, Hit, Miss
-from aionn.caching.store.locks import CompileRight
+from aionn.caching.store import CacheStore, Declined, Hit, Miss, looking
+from aionn.caching.store.directory import CacheDirectory
 from aionn.errors import CallerError
 from aionn.hal.types import CacheFiles, ExecutionPreference, Priority
 from tests.caching.entries import FILES, contents, expected, fill, generations, miss, open_descriptors, read, replacing, stored, wanted
@@ -746,30 +746,99 @@ def test_what_is_to_be_done_behind_a_caller_is_done_though_the_loop_takes_no_mor
     assert asyncio.run(main()) == [1]
 
 
-async def test_a_hit_after_a_wait_is_closed_when_its_caller_is_cancelled_at_the_last_step(
+async def test_each_of_a_look_up_a_hits_end_and_a_publication_is_one_trip_to_a_thread(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second look has found the entry, and the right to compile it is given back. Then `Task.cancel` comes."""
-    async with CacheStore(directory) as store, CacheStore(directory) as other:
-        release, releasing = CompileRight.release, asyncio.Event()
+    trips: list[str] = []
+    begin = tasks.in_thread
 
-        async def hanging(right: CompileRight) -> None:
-            await release(right)
-            if right._queues is other._opener._queues:
-                releasing.set()
-                await asyncio.Event().wait()
+    def counted(act: Callable[..., Any], *arguments: object) -> Any:
+        trips.append(getattr(act, "__name__", ""))
+        return begin(act, *arguments)
 
-        monkeypatch.setattr(CompileRight, "release", hanging)
-        publisher, waits = await miss(store, wanted()), asyncio.Event()
-        waiting = asyncio.create_task(other.open(wanted(), waits=waits.set))
-        with anyio.fail_after(20):
-            await waits.wait()  # else the first look could come after the publication, and would not need the right
-            fill(publisher.handles, b"artifact")
-            assert await publisher.publish() is None
-            await releasing.wait()
-        assert any(f"{directory}/entries/" in name for name in open_descriptors())
-        waiting.cancel()
+    monkeypatch.setattr(tasks, "in_thread", counted)
+    async with CacheStore(directory) as store:
+        publisher = await miss(store, wanted())
+        assert trips == ["open_now"]
+        fill(publisher.handles, b"artifact")
+        assert await publisher.publish() is None
+        assert trips == ["open_now", "_publish_here"]
+        hit = await store.open(wanted())
+        assert isinstance(hit, Hit)
+        await hit.aclose()
+        assert len(trips) == 4
+
+
+async def test_a_publication_that_readers_hold_up_waits_for_them_and_tidies_up(directory: Path) -> None:
+    async with CacheStore(directory) as store:
+        await stored(store, wanted())
+        reader = await store.open(wanted())
+        async with await replacing(store, wanted()) as publisher, anyio.create_task_group() as group:
+            fill(publisher.handles, b"newer")
+            refusals: list[Refusal | None] = []
+
+            async def publish() -> None:
+                refusals.append(await publisher.publish())
+
+            group.start_soon(publish)
+            turn = directory / "locks" / f"{wanted().key.hex()}.entry.turn"
+            with anyio.fail_after(20):
+                while not turn.exists():  # the writer waits for its turn, so the first attempt has failed
+                    await anyio.lowlevel.checkpoint()
+            assert refusals == []
+            await reader.aclose()
+        assert refusals == [None]
+        assert await read(store, wanted()) == expected(b"newer")
+        assert len(generations(directory, wanted())) == 1
+
+
+async def test_a_caller_that_leaves_while_its_files_are_staged_leaves_nothing(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    staged, go_on = threading.Event(), threading.Event()
+    stage_files: Callable[..., Any] = vars(looking)["stage_files"]
+
+    def slow(*arguments: Any) -> Any:
+        files = stage_files(*arguments)
+        staged.set()
+        assert go_on.wait(30)
+        return files
+
+    monkeypatch.setattr(looking, "stage_files", slow)
+    async with CacheStore(directory) as store:
+        opening = asyncio.ensure_future(store.open(wanted()))
+        assert await anyio.to_thread.run_sync(staged.wait, 30)
+        opening.cancel()
         with pytest.raises(asyncio.CancelledError):
-            await waiting
-        await other._background.settled()
-        assert not any(str(directory) in name for name in open_descriptors())
+            await opening
+        assert generations(directory, wanted())
+        go_on.set()
+        await store._background.settled()
+        assert not (directory / "entries" / wanted().key.hex()).exists()
+        assert not any(f"{directory}/" in name for name in open_descriptors())
+        async with await miss(store, wanted()):
+            pass
+
+
+async def test_a_disk_that_hangs_under_many_callers_holds_up_no_other_cache(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hanging = (os.cpu_count() or 1) + 8  # more than the threads of the loop's default executor
+    began, answers = threading.Semaphore(0), threading.Event()
+    find = CacheDirectory.find
+
+    def slow(here: CacheDirectory, key: bytes) -> Any:
+        if here.path == str(directory):
+            began.release()
+            assert answers.wait(60)
+        return find(here, key)
+
+    monkeypatch.setattr(CacheDirectory, "find", slow)
+    async with CacheStore(directory) as store, CacheStore(directory.parent / "other") as other, anyio.create_task_group() as group:
+        for number in range(hanging):
+            group.start_soon(store.open, wanted(number))
+        try:
+            with anyio.fail_after(30):
+                await stored(other, wanted())
+                assert await read(other, wanted()) == expected(b"artifact")
+                for _ in range(hanging):
+                    await anyio.to_thread.run_sync(began.acquire)
+            group.cancel_scope.cancel()
+        finally:
+            answers.set()

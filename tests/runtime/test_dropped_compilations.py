@@ -187,7 +187,7 @@ async def test_stages_behind_a_kept_burst_end_and_its_use_is_counted(quick: Fake
         await runtime.aclose()
         assert [(stage.state, stage.reason) for stage in stages] == [("serving", ""), ("rejected", "the compilation was closed")]
     async with CacheStore(tmp_path / "cache") as store:
-        assert await store.use(MODEL.token, 86400.0) == 10
+        assert await store.remembered.use(MODEL.token, 86400.0) == 10
     await burst.aclose()
 
 

@@ -148,7 +148,7 @@ async def begins_with(quick: FakeDevice, best: FakeDevice, cache: Path, min_gain
 
 async def remembered(cache: Path) -> StageMeasurement:
     async with CacheStore(cache) as store:
-        (found,) = await store.measurements()
+        (found,) = await store.remembered.measurements()
         return found
 
 
@@ -178,7 +178,7 @@ async def test_a_later_start_applies_its_own_policy_to_what_was_measured(quick: 
     found = await remembered(cache)
     async with CacheStore(cache) as store:
         scope = verdicts.scope(asked(CacheChoice(store, MODEL.token)), best.name)
-        await store.remember(scope, msgspec.structs.replace(found, gain=0.3, before_s=0.010, after_s=0.007))
+        await store.remembered.remember(scope, msgspec.structs.replace(found, gain=0.3, before_s=0.010, after_s=0.007))
     for min_gain, first in ((None, best.name), (0.0, best.name), (0.3, best.name), (0.31, quick.name), (0.99, quick.name)):
         assert await begins_with(quick, best, cache, min_gain) == first
     reason = await measure(quick, best, cache, 0.31)
@@ -234,10 +234,10 @@ async def test_what_was_measured_on_made_up_inputs_never_lets_a_stage_serve(quic
     assert not (await remembered(tmp_path / "cache")).made_up
     assert await begins_with(quick, best, tmp_path / "cache") == best.name
     async with CacheStore(tmp_path / "cache") as store:  # a measurement on made-up inputs takes no other's place
-        (found,) = await store.measurements()
+        (found,) = await store.remembered.measurements()
         scope = verdicts.scope(asked(CacheChoice(store, MODEL.token)), best.name)
-        await store.remember(scope, msgspec.structs.replace(found, made_up=True))
-        assert await store.measurements(scope) == [found]
+        await store.remembered.remember(scope, msgspec.structs.replace(found, made_up=True))
+        assert await store.remembered.measurements(scope) == [found]
 
 
 async def test_the_version_of_the_stage_before_is_asked_by_a_driver_that_ends_again(

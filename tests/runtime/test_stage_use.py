@@ -38,7 +38,7 @@ def state_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def counted(cache: Path, within_s: float = 86400.0) -> int:
     async with CacheStore(cache) as store:
-        return await store.use(MODEL.token, within_s)
+        return await store.remembered.use(MODEL.token, within_s)
 
 
 async def start(quick: FakeDevice, best: FakeDevice, cache: Path, executions: int) -> str:

@@ -4,23 +4,21 @@
                                Miss      with a Publisher: the right to compile it   -> prepare_model, then publish
                                Declined  the device does not cache this model        -> prepare_model without handles
 
-    cache         CacheStore, the face
-    opening       opens an entry: look, wait for another compiler, stage files
-    looking       the blocking part of opening
+    cache         CacheStore, the face; opens an entry, and waits for another compiler of it
+    looking       the blocking part of opening: look, take the right to compile, stage files
     background    threads that go on after their caller has left
     entries       what opening returns: Hit, Miss, Declined, Publisher
     housekeeping  finds or makes the directory, tidies it, keeps it within its budget
     listing, verifying, pruning    what `aionn cache` asks for
     index         which entry is evicted first
-    plans         how models were cut over several devices
-    history       stage measurements, use counts and plans, in the index's file
+    remembered    plans of models that were cut, stage measurements and use counts
+    history       the same, in the index's file
     index_database    the index's file
     directory     where everything lies, how entries are found
     writing       how entries are made, switched and removed
     files         files and descriptors in the directory: owner, digest, removal
     lending       opens cache files once more, for a driver that writes them
     locks         who may read, publish and compile an entry
-    threads       runs one blocking act in a thread
 
 A reader never sees half an entry, for these reasons. Files lie in the directory of one generation. They are written before a manifest names
 them, and never after. One rename replaces the manifest, when its files are on disk. A process may die between any two acts. Before the

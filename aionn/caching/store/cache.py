@@ -6,31 +6,37 @@ A directory that is missing, read-only, full or unsafe gives a `Miss` without a 
 
 from __future__ import annotations
 
+import logging
 import os
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractContextManager
 from functools import partial
 from types import TracebackType
 from typing import TypeVar
 
+from aionn import trace
 from aionn.caching.manifest import Wanted
-from aionn.caching.measurements import StageMeasurement
-from aionn.caching.outcomes import Refusal
+from aionn.caching.outcomes import MissReason, Refusal
 from aionn.caching.store.background import BackgroundWork
 from aionn.caching.store.entries import Declined, Hit, Miss
+from aionn.caching.store.files import refusal_of
 from aionn.caching.store.housekeeping import CacheUsage, Housekeeping
-from aionn.caching.store.index import Index
 from aionn.caching.store.listing import EntryInfo, list_entries
-from aionn.caching.store.opening import Opener
-from aionn.caching.store.plans import Plans
+from aionn.caching.store.locks import CompileQueues, wait_to_hold
+from aionn.caching.store.looking import Look, undo
 from aionn.caching.store.pruning import PruneReport, prune
-from aionn.caching.store.threads import run_in_thread
+from aionn.caching.store.remembered import Remembered
 from aionn.caching.store.verifying import BadEntry, verify
 from aionn.errors import CallerError
+from aionn.tasks import run_in_thread
 
 __all__ = ["DEFAULT_MAX_BYTES", "CacheStore"]
 
 T = TypeVar("T")
+_Opened = TypeVar("_Opened", bound=Hit | Miss | Declined)
+_log = logging.getLogger("aionn.caching")
+_READ_WAIT_S = 5.0  # a publisher holds the entry for one rename and two fsyncs
 DEFAULT_MAX_BYTES = 4 << 30
 
 
@@ -38,7 +44,7 @@ class CacheStore:
     """The app's side of one cache directory. Any number of stores, in any number of processes, may share a directory.
 
     Attributes:
-        plans: how models were cut over several devices.
+        remembered: plans of models that were cut, measurements of stages, and how often models are used.
         max_bytes: the budget of all entries, or None. It stays as it was made.
     """
 
@@ -66,8 +72,8 @@ class CacheStore:
         self.wait_s, self.max_bytes = wait_s, max_bytes
         self._house = Housekeeping(path, max_bytes, old_versions_kept_s)
         self._background = BackgroundWork()
-        self.plans = Plans(self._background, self._with_index)
-        self._opener = Opener(self._house, self._background, wait_s)
+        self.remembered = Remembered(self._house, self._background)
+        self._queues = CompileQueues()
 
     async def aclose(self) -> None:
         """Wait for the blocks of `in_use` and for all threads. Close what `open` returned before, unless such a block holds it.
@@ -79,7 +85,7 @@ class CacheStore:
             await self._background.finish()
         finally:
             self._house.close()
-            self._background.fail_waiting()
+            self._background.fail_waiting(CallerError("the cache store was closed"))
 
     def in_use(self) -> AbstractContextManager[None]:
         """Keep `aclose` waiting for the block, which may still store something."""
@@ -111,12 +117,23 @@ class CacheStore:
     # --- opening an entry --------------------------------------------------------------------------------------------
 
     async def glance(self, wanted: Wanted) -> Hit | Declined | None:
-        """Return the entry if it is there and whole, or None if `open` must say why not. Close it, as what `open` returns.
+        """Return the entry if it is there and whole, or None. Close it, as what `open` returns. Nothing is made in the directory."""
+        found = await self._background.ask(Look(self._house, self, wanted).run, undo=undo)
+        return None if isinstance(found, Refusal) else _reported(found)
 
-        The call waits for the disk only, and not for a publisher of the entry. A cancelled caller does not wait for the disk either.
-        So most hits need one thread and no task.
+    async def open_now(self, wanted: Wanted, refused: tuple[str, Refusal] | None = None) -> Hit | Miss | Declined | None:
+        """Open an entry as `open` does, or return None if `open` would have to wait for another task or process.
+
+        The call waits for the disk only, and a cancelled caller does not. So most compiles need one thread and no task: on a miss, the same
+        thread takes the right to compile, looks again and stages files.
         """
-        return await self._opener.glance(wanted)
+        with trace.span("cache.lookup", device=wanted.device):
+            found = await self._background.ask(Look(self._house, self, wanted, refused).open_now, undo=undo)
+        if found is None:
+            return None
+        if isinstance(found, Miss) and found.publisher is not None:
+            self._queues.note(found.publisher.right)
+        return _reported(found)
 
     async def open(
         self,
@@ -137,7 +154,61 @@ class CacheStore:
 
         Close the result (`async with`). Cancelling the wait leaves nothing behind.
         """
-        return await self._opener.open(wanted, wait_s=wait_s, refused=refused, waits=waits)
+        look = Look(self._house, self, wanted, refused, waited=True)
+        found = await self.open_now(wanted, refused)
+        return found or _reported(await self._open_waiting(look, self.wait_s if wait_s is None else wait_s, waits))
+
+    async def _open_waiting(self, look: Look, wait_s: float, waits: Callable[[], None] | None) -> Hit | Miss | Declined:
+        """Open an entry that another task or process publishes or compiles."""
+        found = await self._look(look)
+        if not isinstance(found, Refusal):
+            return found
+        directory = look.writable(found)
+        if isinstance(directory, Miss):
+            return directory
+        try:
+            right = await self._queues.acquire(directory.compile_lock(look.wanted.key), wait_s, waits)
+        except OSError as error:
+            return look.unlockable(error)
+        if right is None:
+            busy = Refusal(MissReason.BUSY, f"another process or task still compiles it after {time.monotonic() - look.since:.1f} s")
+            return look.missed(busy, save_failure=busy)
+        miss: Miss | None = None
+        try:
+            # Another compiler may have published during the wait.
+            again = await self._look(look)
+            if not isinstance(again, Refusal):
+                return again
+            miss = await run_in_thread(look.staged, directory, right, again, undo=_drop_staging)
+            return miss
+        finally:
+            if miss is None or miss.publisher is None:
+                right.release()
+
+    async def _look(self, look: Look) -> Hit | Declined | Refusal:
+        """Look at the entry, and once more when its publisher has ended."""
+        found = await run_in_thread(look.run, undo=undo)
+        directory = self._house.directory
+        if not isinstance(found, Refusal) or found.reason is not MissReason.BUSY or directory is None or not directory.writable:
+            return found
+        try:
+            hold = await wait_to_hold(directory.entry_lock(look.wanted.key), "read", _READ_WAIT_S)
+        except OSError as error:
+            return refusal_of(error, f"entry lock in {self._house.path}")
+        if hold is None:
+            return found
+        kept = False
+        try:
+            found = await run_in_thread(look.run, hold, undo=undo)
+            kept = isinstance(found, Hit)
+        finally:
+            if not kept:
+                hold.release()
+        return found
+
+    def run_later(self, act: Callable[[], object]) -> None:
+        """Run `act` in a thread soon. The caller does not wait for it."""
+        self._background.run_later(act)
 
     # --- housekeeping ------------------------------------------------------------------------------------------------
 
@@ -163,32 +234,16 @@ class CacheStore:
         budget = self.max_bytes if max_bytes is None else max_bytes
         return await run_in_thread(partial(prune, self._house, budget, measurements=measurements))
 
-    # --- what stages measured, and how often models are used ----------------------------------------------------------
 
-    def _with_index(self, act: Callable[[Index], T]) -> T | None:
-        """Ask the index of the directory as it is now. Return None if either cannot be used. Blocking."""
-        return None if isinstance(self._house.current(), Refusal) else self._house.with_index(act)
+def _drop_staging(miss: Miss) -> None:
+    if miss.publisher is not None:
+        miss.publisher.drop_staging()
 
-    async def measurements(self, scope: bytes | None = None) -> list[StageMeasurement]:
-        """Return stage measurements, the newest first. Measurements that are too old are left out.
 
-        Args:
-            scope: see `History`. None stands for all scopes.
-        """
-        return await self._background.ask(self._with_index, lambda index: index.history.measurements(scope)) or []
-
-    async def remember(self, scope: bytes, measurement: StageMeasurement) -> None:
-        """Keep a stage measurement, if the directory can be written to."""
-        await run_in_thread(self._with_index, lambda index: index.history.remember(scope, measurement))
-
-    def remember_later(self, scope: bytes, measurement: StageMeasurement) -> None:
-        """Keep a stage measurement as `remember` does, without waiting for the disk."""
-        self._background.run_later(partial(self._with_index, lambda index: index.history.remember(scope, measurement)))
-
-    async def use(self, model_digest: bytes, within_s: float) -> int:
-        """Return how many executions of the model `count_use` has counted within that time."""
-        return await self._background.ask(self._with_index, lambda index: index.history.use(model_digest, within_s)) or 0
-
-    def count_use(self, model_digest: bytes, executions: int) -> None:
-        """Add executions of the model, without waiting for the disk."""
-        self._background.run_later(partial(self._with_index, lambda index: index.history.count_use(model_digest, executions)))
+def _reported(result: _Opened) -> _Opened:
+    """Count and log the outcome, then return `result`."""
+    outcome = result.outcome
+    reason = outcome.reason.value if outcome.reason else ""
+    trace.count(f"cache.{outcome.kind.value}", device=outcome.device, reason=reason)
+    _log.debug("cache %s for device %s: %s %s", outcome.kind.value, outcome.device, reason, outcome.detail)
+    return result

@@ -20,11 +20,11 @@ from aionn.caching.store.directory import CacheDirectory
 from aionn.caching.store.files import Staged, close_all, refusal_of
 from aionn.caching.store.housekeeping import Housekeeping
 from aionn.caching.store.index import MANIFEST_BYTES
-from aionn.caching.store.locks import CompileRight, EntryHold, wait_to_hold
-from aionn.caching.store.threads import run_in_thread
+from aionn.caching.store.locks import CompileRight, EntryHold, hold_now, wait_to_hold
 from aionn.caching.store.writing import seal
 from aionn.errors import CallerError
 from aionn.hal.interfaces import CacheHandles
+from aionn.tasks import run_in_thread
 
 __all__ = ["Declined", "Hit", "HitOwner", "Miss", "Publisher"]
 
@@ -57,10 +57,6 @@ class HitOwner(Protocol):
         """Run `act` in a thread soon. The caller does not wait for it."""
         ...
 
-    def note_use(self, manifest: Manifest) -> None:
-        """Note that an entry, which is held, was of use. Blocking."""
-        ...
-
 
 class Hit(_Owned):
     """A whole entry with its files open read-write. No process can replace or evict the entry while this is open.
@@ -68,9 +64,18 @@ class Hit(_Owned):
     The files have the number and the lengths that the manifest names. The device verifies their bytes.
     """
 
-    def __init__(self, owner: HitOwner, wanted: Wanted, outcome: CacheOutcome, manifest: Manifest, fds: list[int], hold: EntryHold) -> None:
+    def __init__(
+        self,
+        owner: HitOwner,
+        house: Housekeeping,
+        wanted: Wanted,
+        outcome: CacheOutcome,
+        manifest: Manifest,
+        fds: list[int],
+        hold: EntryHold,
+    ) -> None:
         self.outcome, self.manifest = outcome, manifest
-        self._owner, self._wanted, self._fds, self._hold = owner, wanted, fds, hold
+        self._owner, self._house, self._wanted, self._fds, self._hold = owner, house, wanted, fds, hold
         self._open = True
 
     @property
@@ -114,7 +119,7 @@ class Hit(_Owned):
         try:
             close_all(fds)
             if used:
-                self._owner.note_use(self.manifest)
+                self._house.with_index(lambda index: index.put(self.manifest, published=False))
         finally:
             self._hold.release()
 
@@ -150,6 +155,7 @@ class Publisher(_Owned):
     `publish`, `decline` or `aclose` (abandon) ends it. A process that dies abandons its publishers.
 
     Attributes:
+        right: to compile the entry.
         last_compile_s: what the last compile of the same for any version of the device took, or None if that is not known.
     """
 
@@ -158,9 +164,9 @@ class Publisher(_Owned):
     ) -> None:
         """`based_on` is the generation that stood when the files were made, or 0 for no generation."""
         self.wanted, self.based_on = wanted, based_on
-        self._house, self._directory, self._staged, self._right = house, directory, staged, right
+        self._house, self._directory, self._staged, self.right = house, directory, staged, right
         self.last_compile_s: float | None = None
-        self._open = True
+        self._open, self._tidy = True, False
         self._started_ns = time.monotonic_ns()
 
     @property
@@ -192,7 +198,9 @@ class Publisher(_Owned):
             raise CallerError("this publisher has ended; open the entry again to get another")
         try:
             with trace.span("cache.publish", device=self.wanted.device):
-                refusal = await self._switch(compile_ns, declined)
+                refusal = await run_in_thread(self._publish_here, compile_ns, declined)
+                if isinstance(refusal, Manifest):
+                    refusal = await self._publish_after_readers(refusal)
         except OSError as error:
             refusal = refusal_of(error, "publishing a cache entry")
         finally:
@@ -202,9 +210,10 @@ class Publisher(_Owned):
         trace.count("cache.published" if refusal is None else "cache.publish_failed", device=self.wanted.device)
         return refusal
 
-    async def _switch(self, compile_ns: int, declined: str | None) -> Refusal | None:
+    def _publish_here(self, compile_ns: int, declined: str | None) -> Manifest | Refusal | None:
+        """Publish in the calling thread. Returns the manifest if readers hold the entry. Blocking."""
         key, directory = self.wanted.key, self._directory
-        files = () if declined is not None else await run_in_thread(seal, directory, key, self._staged)
+        files = () if declined is not None else seal(directory, key, self._staged)
         if declined is None and not any(file.length for file in files):
             declined, files = "the device left the cache files empty", ()
         size_bytes = sum(file.length for file in files) + MANIFEST_BYTES
@@ -227,29 +236,45 @@ class Publisher(_Owned):
             detail=declined or "",
             parts=self.wanted.parts if len(self.wanted.parts) <= MAX_PARTS_BYTES else b"",
         )
-        hold = await wait_to_hold(directory.entry_lock(key), "write", _SWITCH_WAIT_S)
+        hold = hold_now(directory.entry_lock(key), "write")
+        return manifest if hold is None else self._switch_here(manifest, hold)
+
+    async def _publish_after_readers(self, manifest: Manifest) -> Refusal | None:
+        hold = await wait_to_hold(self._directory.entry_lock(manifest.key), "write", _SWITCH_WAIT_S)
         if hold is None:
             return Refusal(MissReason.BUSY, f"readers have held the entry for {_SWITCH_WAIT_S} s")
         try:
-            return await run_in_thread(self._house.replace, directory, manifest, self.based_on)
+            return await run_in_thread(self._switch_here, manifest, hold)
         finally:
             hold.release()
+
+    def _switch_here(self, manifest: Manifest, hold: EntryHold) -> Refusal | None:
+        try:
+            refusal = self._house.replace(self._directory, manifest, self.based_on)
+        finally:
+            hold.release()
+        self._tidy_here()
+        return refusal
+
+    def _tidy_here(self) -> None:
+        """Close the files, and remove what is not published. Blocking."""
+        self._tidy = True
+        close_all(self._staged.fds)
+        self._house.finish_staging(self._directory, self.wanted.key)
 
     async def aclose(self) -> None:
         if not self._open:
             return
         self._open = False
-        close_all(self._staged.fds)
         try:
-            # A cancelled caller still waits for this thread (see `threads`): else the staging and, worse, the lock would stay.
-            await run_in_thread(self._house.finish_staging, self._directory, self.wanted.key)
+            if not self._tidy:
+                # A cancelled caller still waits for this thread: else the staging and, worse, the lock would stay.
+                await run_in_thread(self._tidy_here)
         finally:
-            await self._right.release()
+            self.right.release()
 
-    @staticmethod
-    def drop_staging(publisher: Publisher | Refusal) -> None:
-        """Remove the files that a thread staged for a caller that was cancelled. Blocking. The caller releases the right to compile."""
-        if isinstance(publisher, Publisher) and publisher._open:
-            publisher._open = False
-            close_all(publisher._staged.fds)
-            publisher._house.finish_staging(publisher._directory, publisher.wanted.key)
+    def drop_staging(self) -> None:
+        """Remove what a thread staged for a caller that was cancelled. Blocking. The right to compile is the caller's to release."""
+        if self._open:
+            self._open = False
+            self._tidy_here()

@@ -4,7 +4,7 @@ The entry lock is shared by readers, from opening the files until the driver has
 it replaces the manifest, and a process that removes the entry holds it, too. Its shared side calls flock directly: `filelock` has shared
 locks only over an SQLite file. Such a lock costs 0.3 ms, a third of what a hit costs beside the engine's load.
 
-The compile lock (`FileLock`) is held by the one who compiles, for as long as compiling takes. Tasks of one process queue before the compile
+The compile lock is held by the one who compiles, for as long as compiling takes. Tasks of one process queue before the compile
 lock. So one wait per process is enough, however many of its tasks want the same entry.
 
 The kernel frees all of these locks when their holder dies. That is how another process takes over.
@@ -22,20 +22,15 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import anyio
 import msgspec
 
-from aionn.caching.store.threads import run_in_thread
-from aionn.tasks import bounded_shield
-
-if TYPE_CHECKING:
-    from filelock import AsyncFileLock
+from aionn.tasks import run_in_thread
 
 __all__ = ["TURN", "CompileQueues", "CompileRight", "EntryHold", "hold_now", "sole_holder", "wait_to_hold"]
 
-_RELEASE_S = 5.0  # closing a descriptor; far more than it takes
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.002, 0.05  # between attempts: a publisher holds an entry for one rename and two fsyncs
 TURN = ".turn"
 _FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
@@ -159,23 +154,13 @@ async def wait_to_hold(path: str, mode: _Mode, wait_s: float) -> EntryHold | Non
 @contextmanager
 def sole_holder(entry_lock: str, compile_lock: str) -> Iterator[bool]:
     """Hold both locks for the body if both are free at once. Yields whether they were. Blocking, without waiting."""
-    from filelock import FileLock, Timeout
-
     with ExitStack() as stack:
-        compiling = FileLock(compile_lock, mode=0o600)
-        try:
-            # filelock raises RuntimeError if this thread itself holds the lock.
-            compiling.acquire(blocking=False)
-        except (Timeout, RuntimeError):
-            yield False
-            return
-        stack.callback(compiling.release)
-        entry = hold_now(entry_lock, "write")
-        if entry is None:
-            yield False
-            return
-        stack.callback(entry.release)
-        yield True
+        free = True
+        for path in (compile_lock, entry_lock):
+            hold = hold_now(path, "write") if free else None
+            free = hold is not None
+            stack.callback(_release, hold)
+        yield free
 
 
 class _Queue(msgspec.Struct):
@@ -184,21 +169,25 @@ class _Queue(msgspec.Struct):
 
 
 class CompileRight(msgspec.Struct):
-    """The right to compile one entry. `release` or this process's death frees it."""
+    """The right to compile one entry. `release` or this process's death frees it.
 
-    _queues: CompileQueues
-    _path: str
-    _lock: AsyncFileLock | None
+    Attributes:
+        hold: the compile lock.
+        queues: where other tasks of this process wait for their turn, which this right has. None until they can know of it.
+    """
 
-    async def release(self) -> None:
-        lock, self._lock = self._lock, None
-        if lock is None:
-            return
+    hold: EntryHold
+    path: str
+    queues: CompileQueues | None = None
+
+    def release(self) -> None:
+        """Let the next one compile. It waits for nothing. Call it in the loop's thread once `queues` is set."""
+        queues, self.queues = self.queues, None
         try:
-            with bounded_shield(_RELEASE_S):
-                await lock.release()
+            self.hold.release()
         finally:
-            self._queues.leave(self._path, had_turn=True)
+            if queues is not None:
+                queues.leave(self.path, had_turn=True)
 
 
 class CompileQueues:
@@ -215,6 +204,13 @@ class CompileQueues:
         if not queue.users:
             del self._queues[path]
 
+    def note(self, right: CompileRight) -> None:
+        """Let tasks of this process queue behind a right that a thread has taken. One that has its turn already waits for the lock."""
+        if right.path not in self._queues:
+            queue = self._queues[right.path] = _Queue(users=1)
+            queue.turn.acquire_nowait()
+            right.queues = self
+
     async def acquire(self, path: str, wait_s: float, waits: Callable[[], None] | None = None) -> CompileRight | None:
         """Return the right to compile, or None if its holder still has it after `wait_s` seconds.
 
@@ -227,17 +223,14 @@ class CompileQueues:
         give_up_at = time.monotonic() + wait_s
         queue = self._queues.setdefault(path, _Queue())
         queue.users += 1
-        from filelock import AsyncFileLock, Timeout
-
-        had_turn = reported = False
+        reported = had_turn = False
         right: CompileRight | None = None
 
-        def report() -> bool:  # filelock asks after each attempt that has failed whether to give up
+        def report() -> None:
             nonlocal reported
             if not reported and waits is not None:
                 reported = True
                 waits()
-            return False
 
         try:
             try:
@@ -248,12 +241,16 @@ class CompileQueues:
                 with anyio.move_on_after(wait_s):
                     await queue.turn.acquire()
                     had_turn = True
-            if had_turn:
-                lock = AsyncFileLock(path, mode=0o600)
-                await lock.acquire(timeout=max(give_up_at - time.monotonic(), 0.0), cancel_check=report)
-                right = CompileRight(self, path, lock)
-        except Timeout:
-            return None
+            while had_turn:
+                hold = await run_in_thread(hold_now, path, "write", undo=_release)
+                if hold is not None:
+                    right = CompileRight(hold, path, self)
+                    break
+                report()
+                left_s = give_up_at - time.monotonic()
+                if left_s <= 0:
+                    break
+                await anyio.sleep(min(_LONGEST_PAUSE_S, left_s))
         finally:
             if right is None:
                 self.leave(path, had_turn=had_turn)

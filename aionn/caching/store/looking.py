@@ -1,4 +1,4 @@
-"""The blocking part of opening an entry: look at it, explain why it is not there, stage files for a new one.
+"""The blocking part of opening an entry: look at it, explain why it is not there, take the right to compile it, stage files for it.
 
 Everything here runs in threads.
 """
@@ -14,7 +14,7 @@ import msgspec
 from aionn.caching.manifest import Manifest, Wanted, reason_to_miss
 from aionn.caching.outcomes import CacheOutcome, CacheOutcomeKind, MissReason, Refusal
 from aionn.caching.store.directory import CacheDirectory
-from aionn.caching.store.entries import Declined, Hit, HitOwner, Publisher
+from aionn.caching.store.entries import Declined, Hit, HitOwner, Miss, Publisher
 from aionn.caching.store.files import close_all, refusal_of
 from aionn.caching.store.housekeeping import Housekeeping
 from aionn.caching.store.locks import CompileRight, EntryHold, hold_now
@@ -22,9 +22,10 @@ from aionn.caching.store.writing import clean, heal, stage_files
 from aionn.caching.token import KeyParts, changed_parts, decode_parts, described_change
 from aionn.errors import CallerError
 
-__all__ = ["Look", "stage"]
+__all__ = ["Look", "undo"]
 
 _UNLOCKED_READS = 3  # of an entry that a process replaces meanwhile through another mount of a read-only directory
+_UNUSABLE = {MissReason.NO_PERMISSION, MissReason.NO_SPACE, MissReason.IO_ERROR}
 _RELATIVES = 16  # so many entries of a model are looked at to explain a miss
 
 
@@ -34,14 +35,83 @@ class Look(msgspec.Struct, frozen=True):
     Attributes:
         owner: what a hit is opened again with.
         refused: the directory of a generation that must not be returned, and why.
-        waited_since: since when the caller has waited, in `time.monotonic` seconds. None stands for no wait.
+        since: when the caller asked, in `time.monotonic` seconds.
+        waited: whether another compiler of the entry was waited for.
     """
 
     house: Housekeeping
     owner: HitOwner
     wanted: Wanted
     refused: tuple[str, Refusal] | None = None
-    waited_since: float | None = None
+    since: float = msgspec.field(default_factory=time.monotonic)
+    waited: bool = False
+
+    def open_now(self) -> Hit | Miss | Declined | None:
+        """Return the entry, or a miss with the right to compile it. None if another process or task publishes or compiles it now."""
+        found = self.run()
+        if not isinstance(found, Refusal):
+            return found
+        if found.reason is MissReason.BUSY:
+            return None
+        directory = self.writable(found)
+        if isinstance(directory, Miss):
+            return directory
+        path = directory.compile_lock(self.wanted.key)
+        opened: Hit | Miss | Declined | None = None
+        right: CompileRight | None = None
+        try:
+            hold = hold_now(path, "write")
+            if hold is None:
+                return None
+            right = CompileRight(hold, path)
+            again = self.run()  # another compiler may have published between the first look and the lock
+            if not isinstance(again, Refusal):
+                opened = again
+            elif again.reason is not MissReason.BUSY:
+                opened = self.staged(directory, right, again)
+            return opened
+        except OSError as error:
+            return self.unlockable(error)
+        finally:
+            if right is not None and not (isinstance(opened, Miss) and opened.publisher is not None):
+                right.release()
+
+    def writable(self, why: Refusal) -> CacheDirectory | Miss:
+        """Return the directory, or the miss if nothing can be stored in it. `why`: the entry cannot serve."""
+        directory = self.house.directory
+        if directory is not None and directory.writable:
+            return directory
+        failure = why if directory is None else directory.not_writable
+        self.house.warn(failure)
+        return self.missed(why, save_failure=failure)
+
+    def unlockable(self, error: OSError) -> Miss:
+        """Return the miss if the lock file cannot be used."""
+        failure = refusal_of(error, f"compile lock in {self.house.path}")
+        self.house.warn(failure)
+        return self.missed(failure, save_failure=failure)
+
+    def staged(self, directory: CacheDirectory, right: CompileRight, why: Refusal) -> Miss:
+        """Return the miss with fresh files for a driver to fill. Without files, it says why. The caller holds the right to compile."""
+        publisher = _stage(self.house, directory, self.wanted, right)
+        if isinstance(publisher, Publisher):
+            return self.missed(why, publisher=publisher)
+        self.house.warn(publisher)
+        return self.missed(why if why.reason not in _UNUSABLE else publisher, save_failure=publisher)
+
+    def missed(self, why: Refusal, *, publisher: Publisher | None = None, save_failure: Refusal | None = None) -> Miss:
+        """Return the miss for that reason."""
+        outcome = CacheOutcome(
+            CacheOutcomeKind.MISS,
+            why.reason,
+            self.wanted.device,
+            why.detail,
+            key=self.wanted.key,
+            waited_s=time.monotonic() - self.since,
+            save_failure=save_failure,
+            differs=why.differs,
+        )
+        return Miss(outcome, publisher)
 
     def run(self, hold: EntryHold | None = None) -> Hit | Declined | Refusal:
         """Return the entry, or why it cannot serve. BUSY means that a process is publishing it.
@@ -87,7 +157,7 @@ class Look(msgspec.Struct, frozen=True):
             refusal = reason_to_miss(manifest, wanted)
             if refusal is not None:
                 return refusal
-            waited_s = 0.0 if self.waited_since is None else time.monotonic() - self.waited_since
+            waited_s = time.monotonic() - self.since if self.waited else 0.0
             if manifest.declined:
                 outcome = CacheOutcome(CacheOutcomeKind.DECLINED, None, wanted.device, manifest.detail, key=wanted.key, waited_s=waited_s)
                 return Declined(outcome, manifest)
@@ -103,7 +173,7 @@ class Look(msgspec.Struct, frozen=True):
                 CacheOutcomeKind.HIT, None, wanted.device, key=wanted.key, waited_s=waited_s, saved_s=manifest.compile_ns / 1e9
             )
             kept = True
-            return Hit(self.owner, wanted, outcome, manifest, fds, held)
+            return Hit(self.owner, self.house, wanted, outcome, manifest, fds, held)
         finally:
             found.close()
             if not kept:
@@ -136,7 +206,7 @@ def _explained(house: Housekeeping, directory: CacheDirectory, wanted: Wanted, a
     return Refusal(absent.reason, detail, changed_parts(nearest, now))
 
 
-def stage(house: Housekeeping, directory: CacheDirectory, wanted: Wanted, right: CompileRight) -> Publisher | Refusal:
+def _stage(house: Housekeeping, directory: CacheDirectory, wanted: Wanted, right: CompileRight) -> Publisher | Refusal:
     """Make fresh files for a driver to fill. The caller holds the right to compile the entry."""
     try:
         with directory:
@@ -152,3 +222,14 @@ def stage(house: Housekeeping, directory: CacheDirectory, wanted: Wanted, right:
     publisher = Publisher(house, directory, wanted, staged, right, generation)
     publisher.last_compile_s = house.with_index(lambda index: index.compile_s(wanted.family))
     return publisher
+
+
+def undo(found: Hit | Miss | Declined | Refusal | None) -> None:
+    """Close what a thread opened for a caller that was cancelled meanwhile, and that has no right to compile itself. Blocking."""
+    if isinstance(found, Hit):
+        found.close_here(used=False)
+    elif isinstance(found, Miss) and found.publisher is not None:
+        try:
+            found.publisher.drop_staging()
+        finally:
+            found.publisher.right.release()

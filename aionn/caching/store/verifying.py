@@ -13,8 +13,8 @@ from aionn.caching.outcomes import MissReason, Refusal
 from aionn.caching.store.directory import CacheDirectory
 from aionn.caching.store.files import FoundEntry, close_all, refusal_of
 from aionn.caching.store.housekeeping import Housekeeping
-from aionn.caching.store.threads import run_in_thread
 from aionn.hal.types import CacheFiles
+from aionn.tasks import run_in_thread
 
 __all__ = ["BadEntry", "verify"]
 

@@ -32,7 +32,6 @@ from aionn.caching.outcomes import refusal_of_os_error
 from aionn.caching.statement import Statement, claimed_statement, verified_statement
 from aionn.caching.store import CacheStore, Hit, Miss, Publisher
 from aionn.caching.store.files import copy_into
-from aionn.caching.store.threads import run_in_thread
 from aionn.caching.token import decode_parts
 from aionn.errors import AionnError, CallerError, CompilationError
 from aionn.hal.interfaces import CacheHandles, PrepareOptions
@@ -48,7 +47,7 @@ from aionn.runtime.preparing.in_time import digested, in_time
 from aionn.runtime.preparing.options import may_name_file
 from aionn.runtime.processes.devices import Devices
 from aionn.runtime.progress import ASKING_BACKEND, LOADING, model_name, step, watched
-from aionn.tasks import seconds_until
+from aionn.tasks import run_in_thread, seconds_until
 
 logger = logging.getLogger("aionn.runtime")
 

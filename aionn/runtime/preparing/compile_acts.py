@@ -24,6 +24,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -146,9 +147,11 @@ async def look_up(devices: Devices, store: CacheStore, wanted: Wanted, options: 
     patience_s = None if left_s is None else left_s * _CACHE_SHARE
     give_up_ns = None if patience_s is None else time.monotonic_ns() + int(patience_s * 1e9)
     if bad is None:
-        there = await _glance(store, wanted, patience_s)
-        if there is not None:
-            return there
+        # The usual case waits for no other process. It needs no `in_time` and no task.
+        with nullcontext() if patience_s is None else anyio.move_on_after(patience_s):
+            there = await store.open_now(wanted)
+            if there is not None:
+                return there
         devices.check_open()
     more_s = None if give_up_ns is None else (give_up_ns - time.monotonic_ns()) / 1e9
     if more_s is None or more_s > 0:
@@ -162,15 +165,6 @@ async def look_up(devices: Devices, store: CacheStore, wanted: Wanted, options: 
     store.warn(slow)
     missed = CacheOutcome(CacheOutcomeKind.MISS, slow.reason, wanted.device, slow.detail, wanted.key, patience_s, save_failure=slow)
     return Miss(missed, None)
-
-
-async def _glance(store: CacheStore, wanted: Wanted, seconds: float | None) -> Hit | Declined | None:
-    # The usual case is a whole entry that no process is publishing. It needs no `in_time` and no task.
-    if seconds is None:
-        return await store.glance(wanted)
-    with anyio.move_on_after(seconds):
-        return await store.glance(wanted)
-    return None
 
 
 async def _give_back(found: Opened) -> None:

@@ -74,7 +74,7 @@ class Partition:
         if cache is None:
             return None
         scope = scope_of(cache.token, versions, self._options)
-        body = await self._in_time(lambda: cache.store.plans.get(scope))
+        body = await self._in_time(lambda: cache.store.remembered.plan(scope))
         plan = None if body is None else decoded(body, scope, list(versions), known_token(self._model))
         trace.count("plan.kept", found=plan is not None)
         if plan is None:
@@ -143,7 +143,7 @@ class Partition:
 
         async def keep() -> bool:
             with cache.store.in_use():
-                await cache.store.plans.keep(scope, encoded(plan, scope))
+                await cache.store.remembered.keep_plan(scope, encoded(plan, scope))
             return True
 
         await self._in_time(keep)

@@ -90,7 +90,7 @@ async def _stored(devices: Devices, name: str, bases: Sequence[str], request: Co
     model, options, cache = request.model, request.options, request.cache
     assert cache is not None  # without one nothing is stored
     threads = run_threads(options)
-    found = await cache.store.measurements(verdicts.scope(request, name))
+    found = await cache.store.remembered.measurements(verdicts.scope(request, name))
     found = [one for one in found if one.base in bases and one.threads == threads]
     if verdicts.judged(found, model, policy) != verdicts.APPROVED:
         return None

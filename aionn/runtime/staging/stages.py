@@ -147,7 +147,7 @@ class Staging:
         executions = use.executions - self._counted
         self._counted += executions
         if cache is not None and executions:
-            cache.store.count_use(self._target.request.model.token, executions)
+            cache.store.remembered.count_use(self._target.request.model.token, executions)
         self._scope.cancel()
 
     @contextmanager
@@ -175,7 +175,7 @@ class Staging:
         policy, cache, use = self.policy, self._target.request.cache, self._target.compiled.use
 
         async def used() -> None:
-            earlier = 0 if cache is None else await cache.store.use(self._target.request.model.token, PER_S)
+            earlier = 0 if cache is None else await cache.store.remembered.use(self._target.request.model.token, PER_S)
             await until_frequent(use, policy.executions, since=self._began, earlier=earlier)
             with anyio.move_on_after(_WITHIN_S):
                 await self._pause()

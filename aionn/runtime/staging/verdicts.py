@@ -49,7 +49,7 @@ class Verdicts:
         if cache is None or base is None:
             return None
         with anyio.move_on_after(policy.timeout_s):
-            found = await cache.store.measurements(scope(self._request, stage))
+            found = await cache.store.remembered.measurements(scope(self._request, stage))
             if not found:
                 return None
             version, base_version = (await target.devices.get(stage, self._request.options.priority)).version, base.prepared.device.version
@@ -64,7 +64,7 @@ class Verdicts:
         if (cache := self._request.cache) is not None:
             versions = better.stage, better.prepared.device.version, base.stage, base.prepared.device.version
             found = measurement(self._request.model, *versions, self._threads, comparison)
-            await cache.store.remember(scope(self._request, better.stage), found)
+            await cache.store.remembered.remember(scope(self._request, better.stage), found)
 
     def remember_failure(self, bad: Serving, base: Serving, reason: str) -> None:
         """Keep with the cache, in the background, that a stage has failed while it served, so that `base` serves again."""
@@ -80,7 +80,7 @@ class Verdicts:
                 failed=True,
                 measured_s=time.time(),
             )
-            cache.store.remember_later(scope(self._request, bad.stage), found)
+            cache.store.remembered.remember_later(scope(self._request, bad.stage), found)
 
 
 def scope(request: CompileRequest, stage: str) -> bytes:
