@@ -154,12 +154,23 @@ class CacheStore:
 
         Close the result (`async with`). Cancelling the wait leaves nothing behind.
         """
-        look = Look(self._house, self, wanted, refused, waited=True)
         found = await self.open_now(wanted, refused)
-        return found or _reported(await self._open_waiting(look, self.wait_s if wait_s is None else wait_s, waits))
+        return found or await self.open_in_turn(wanted, wait_s=wait_s, refused=refused, waits=waits)
+
+    async def open_in_turn(
+        self,
+        wanted: Wanted,
+        *,
+        wait_s: float | None = None,
+        refused: tuple[str, Refusal] | None = None,
+        waits: Callable[[], None] | None = None,
+    ) -> Hit | Miss | Declined:
+        """Open an entry as `open` does, after `open_now` has returned None: wait for the task or process that publishes or compiles it."""
+        look = Look(self._house, self, wanted, refused, waited=True)
+        wait_s = self.wait_s if wait_s is None else wait_s
+        return _reported(await self._open_waiting(look, wait_s, waits))
 
     async def _open_waiting(self, look: Look, wait_s: float, waits: Callable[[], None] | None) -> Hit | Miss | Declined:
-        """Open an entry that another task or process publishes or compiles."""
         found = await self._look(look)
         if not isinstance(found, Refusal):
             return found
@@ -167,7 +178,8 @@ class CacheStore:
         if isinstance(directory, Miss):
             return directory
         try:
-            right = await self._queues.acquire(directory.compile_lock(look.wanted.key), wait_s, waits)
+            left_s = wait_s - (time.monotonic() - look.since)
+            right = await self._queues.acquire(directory.compile_lock(look.wanted.key), left_s, waits)
         except OSError as error:
             return look.unlockable(error)
         if right is None:

@@ -182,7 +182,7 @@ async def open_entry(store: CacheStore, wanted: Wanted, bad: tuple[Hit, Refusal]
         tell = partial(waits, wanted.device)
         if bad is not None and bad[0].manifest.key == wanted.key:
             return await bad[0].refuse(bad[1], wait_s=wait_s, waits=tell)
-        return await store.open(wanted, wait_s=wait_s, waits=tell)
+        return await store.open_in_turn(wanted, wait_s=wait_s, waits=tell)
 
 
 async def leave(found: Opened, prepared: RemotePreparedModel | None) -> None:
