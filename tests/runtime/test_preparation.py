@@ -440,7 +440,11 @@ async def test_waiting_for_another_compiler_leaves_half_of_the_time(cache: Cache
     async with scripted(slow) as one, scripted(quick) as other, anyio.create_task_group() as apps:
         apps.start_soon(one.prepare, model, cache)
         await compiling.wait()
-        _, outcome = await other.prepare(model, cache, within(0.4))
+        for seconds in (0.4, 3, 20):  # on a busy machine a short deadline passes before the directory has answered
+            quick.calls.clear()
+            _, outcome = await other.prepare(model, cache, within(seconds))
+            if outcome.reason is not MissReason.TOO_SLOW:
+                break
         assert (outcome.kind, outcome.reason) == (MISS, MissReason.BUSY)
         assert quick.calls == ["supported", "prepare"]
         go.set()
