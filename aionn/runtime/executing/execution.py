@@ -20,7 +20,7 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakSet
 
@@ -190,7 +190,7 @@ class Execution:
 
     # --- what `compute` waits for ---------------------------------------------------------------------------------------
 
-    async def run(self, first: tuple[Channel, FrameLayout, Result] | None = None) -> Outputs:
+    def run(self, first: tuple[Channel, FrameLayout, Result] | None = None) -> Coroutine[Any, Any, Outputs]:
         """Return the outputs, once they are there.
 
         Args:
@@ -203,10 +203,10 @@ class Execution:
             MemoryAllocationError: there is no memory for frames of these shapes.
             DriverDiedError, DriverHungError: the driver is gone. `DeviceMemoryLostError` where device memory went with it.
         """
-        deadline_ns = self.call.options.deadline_ns
-        if deadline_ns is None:
-            return await self._run(first)
-        with ending_by(deadline_ns, NO_ANSWER):
+        return self._run(first) if self.call.options.deadline_ns is None else self._run_by_deadline(first)
+
+    async def _run_by_deadline(self, first: tuple[Channel, FrameLayout, Result] | None) -> Outputs:
+        with ending_by(self.call.options.deadline_ns, NO_ANSWER):
             return await self._run(first)
 
     async def _run(self, first: tuple[Channel, FrameLayout, Result] | None) -> Outputs:

@@ -167,7 +167,7 @@ class Burst(AsyncOnly):
                 await asyncio.sleep(0)
                 layout, pool, link = self._connection.usual
             if layout is None or pool is None or link is None or outputs or type(inputs) is not dict:
-                return await self._unusual(inputs, outputs or {}, CallOptions(measure_timing, deadline_ns))
+                return await self._execute(inputs, outputs or {}, CallOptions(measure_timing, deadline_ns))
             # A stream's usual frame, in one piece: each call less is a tenth of a microsecond of the few that a round trip takes.
             try:
                 frame = pool.lease()
@@ -201,7 +201,7 @@ class Burst(AsyncOnly):
             finally:
                 frame.settled(None)
             if answer is None:
-                return await self._unusual(inputs, {}, CallOptions(measure_timing, deadline_ns))
+                return await self._execute(inputs, {}, CallOptions(measure_timing, deadline_ns))
             return await self._with_more_room((link, layout, result), inputs, CallOptions(measure_timing, deadline_ns))
         except BaseException as error:
             self._executor.ended(error)
@@ -213,17 +213,13 @@ class Burst(AsyncOnly):
         self._connection.count_from_now()  # the next frame needs the wider layout
         return await Execution(self._executor, self._connection.route, Call(inputs, {}, options, inputs)).run(first)
 
-    async def _unusual(self, inputs: Mapping[str, Any] | Frame, outputs: Mapping[str, Any], options: CallOptions) -> Outputs:
-        """Compute all but a stream's usual frame."""
+    async def _execute(self, inputs: Mapping[str, Any] | Frame, outputs: Mapping[str, Any], options: CallOptions) -> Outputs:
+        """Compute all but a stream's usual frame: new shapes, a frame, arguments that lie elsewhere, or over a new driver."""
+        connection = self._connection
         if self._recurrent is not None and type(inputs) is dict:
             step = self._begin_step(self._recurrent, inputs, outputs)
             if step is not None and (stepped := await self._step(step, inputs, options)) is not None:
                 return stepped
-        return await self._execute(inputs, outputs, options)
-
-    async def _execute(self, inputs: Mapping[str, Any] | Frame, outputs: Mapping[str, Any], options: CallOptions) -> Outputs:
-        """Compute with new shapes, with a frame, with arguments that lie elsewhere, or over a new driver."""
-        connection = self._connection
         if isinstance(inputs, Frame):
             own, placed = lease_of(inputs, connection)
             if own[1].pins > 1:
