@@ -19,7 +19,7 @@ from aionn.errors import CallerError, CompilationError
 from aionn.escapes import escaped
 from aionn.hal.interfaces import CacheHandles, IBuffer, IBurstCallback, IPreparedModel, PrepareOptions
 from aionn.hal.model import Model, label
-from aionn.hal.options import NO_OPTIONS, EngineOptions
+from aionn.hal.options import NO_OPTIONS, CallOptions, EngineOptions
 from aionn.hal.queues import MQDescriptor
 from aionn.hal.types import KEYRING_NEEDED, BufferDesc, BufferRole, CacheFiles, Dependency, FencedResult, IMemory, Operand, Request, Result
 from aionn.hal.values import ValuesResult, from_messages
@@ -341,16 +341,12 @@ class RemotePreparedModel:
         return tuple(messages), fds
 
     def start_fenced(
-        self,
-        fenced: Fenced,
-        measure_timing: bool,
-        deadline_ns: int | None,
-        settled: Callable[[FencedResult | BaseException], None],
+        self, fenced: Fenced, options: CallOptions, settled: Callable[[FencedResult | BaseException], None]
     ) -> Callable[[], None]:
         """Send a fenced execution without waiting; see `fenced.send_fenced`."""
         messages, fds = self._pools(fenced.pools)
         is_event = tuple(dependency.is_event for dependency in fenced.after)
-        body = Execute(self.number, fenced.request, messages, bool(measure_timing), deadline_ns, True, is_event)
+        body = Execute(self.number, fenced.request, messages, options.measure_timing, options.deadline_ns, True, is_event)
         return send_fenced(self.device.connection, body, (*fenced.fds, *fds), settled)
 
     async def execute_fenced(
@@ -363,7 +359,7 @@ class RemotePreparedModel:
         deadline_ns: int | None = None,
     ) -> FencedResult:
         """Execute as the HAL says. Where the driver does not answer, this side signals a failure."""
-        start = partial(self.start_fenced, Fenced(request, pools, after, fence), measure_timing, deadline_ns)
+        start = partial(self.start_fenced, Fenced(request, pools, after, fence), CallOptions(bool(measure_timing), deadline_ns))
         return await fenced_answer(start, fence)
 
     async def configure_execution_burst(

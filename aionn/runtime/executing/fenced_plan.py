@@ -20,6 +20,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from aionn.hal.options import CallOptions
 from aionn.hal.types import Dependency, ErrorStatus, FencedResult, Request, Result
 from aionn.memory.region import Region
 from aionn.remote.fenced import Fenced, Found
@@ -34,7 +35,7 @@ Answered = Callable[[Found], None]
 
 
 def start_plan(
-    plan: Any, fenced: Fenced, measure_timing: bool, deadline_ns: int | None, answered: Answered, in_app: Callable[[], None]
+    plan: Any, fenced: Fenced, options: CallOptions, answered: Answered, in_app: Callable[[], None]
 ) -> Callable[[], None] | None:
     """Send all steps of an execution. Returns what ends their waits, or None if the plan must run in the app's loop.
 
@@ -52,7 +53,7 @@ def start_plan(
     if not requests.expect() or requests.refusal() is not None:
         return None
     chain = FencedPlan(plan, requests, answered, in_app)
-    chain.send(fenced, measure_timing, deadline_ns)
+    chain.send(fenced, options)
     return chain.stop
 
 
@@ -71,7 +72,7 @@ class FencedPlan:
         self._stops: list[Callable[[], None]] = []
         self._sent = 0
 
-    def send(self, fenced: Fenced, measure_timing: bool, deadline_ns: int | None) -> None:
+    def send(self, fenced: Fenced, options: CallOptions) -> None:
         """Send every step. An error after the first one was sent is its answer. Answers come later, in the loop."""
         steps = self._plan.steps
         memory = self._plan.planned.memory
@@ -87,7 +88,7 @@ class FencedPlan:
                 after = fenced.after if not number else [Dependency(self._fences[number - 1], is_event=True)]
                 fence = fenced.fence if number == len(steps) - 1 else self._fences[number]
                 own = Fenced(request, pools, after, fence)
-                stop = step.prepared.start_fenced(own, measure_timing, deadline_ns, partial(self._settled, number))
+                stop = step.prepared.start_fenced(own, options, partial(self._settled, number))
                 self._stops.append(stop)
                 self._sent = number + 1
         except BaseException as error:

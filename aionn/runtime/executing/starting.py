@@ -250,7 +250,7 @@ class Started(Execution):
         """Send a request to one driver, or to those of a plan. Returns what ends its wait for dependencies."""
         options = self.call.options
         if isinstance(prepared, RemotePreparedModel):
-            return prepared.start_fenced(fenced, options.measure_timing, options.deadline_ns, answered)
+            return prepared.start_fenced(fenced, options, answered)
         from aionn.runtime.executing.fenced_plan import start_plan  # only plans need it
 
         def in_app() -> None:
@@ -263,7 +263,7 @@ class Started(Execution):
             except Exception as error:  # the event's, as every error of this execution
                 answered(error)
 
-        stop = start_plan(prepared, fenced, options.measure_timing, options.deadline_ns, answered, in_app)
+        stop = start_plan(prepared, fenced, options, answered, in_app)
         return stop or self._run_in_app(prepared, fenced, answered)
 
     def _run_in_app(self, prepared: Any, fenced: Fenced, answered: Callable[[Found], None]) -> Callable[[], None]:
