@@ -214,7 +214,7 @@ class Burst(AsyncOnly):
         return await Execution(self._executor, self._connection.route, Call(inputs, {}, options, inputs)).run(first)
 
     async def _execute(self, inputs: Mapping[str, Any] | Frame, outputs: Mapping[str, Any], options: CallOptions) -> Outputs:
-        """Compute all but a stream's usual frame: new shapes, a frame, arguments that lie elsewhere, or over a new driver."""
+        """Compute what is no usual frame: new shapes, a frame, arguments that lie elsewhere, or over a new driver."""
         connection = self._connection
         if self._recurrent is not None and type(inputs) is dict:
             step = self._begin_step(self._recurrent, inputs, outputs)
