@@ -41,7 +41,7 @@ async def retried(
     Args:
         call: `Burst.compute` or `Compilation.compute`. The other arguments are its.
         timeout_s: seconds for all calls together.
-        placed: what stands for inputs of a frame instead, by name. None: `inputs` is no frame.
+        placed: what stands for inputs of a frame instead, by name. None where `inputs` holds plain arguments.
 
     Raises:
         CallerError: `retry` is not a whole number, or an argument is device memory.

@@ -190,7 +190,7 @@ def lease_of(frame: Frame, connection: BurstConnection) -> tuple[tuple[FrameLayo
 
 
 def placed_in(inputs: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return what stands for inputs of a frame instead, by name. Returns None if `inputs` is no frame."""
+    """Return what stands for inputs of a frame instead, by name. Returns None for plain arguments."""
     return inputs._placed if isinstance(inputs, Frame) else None
 
 
