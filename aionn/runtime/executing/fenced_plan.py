@@ -21,15 +21,13 @@ from functools import partial
 from typing import Any
 
 from aionn.hal.options import CallOptions
-from aionn.hal.types import Dependency, ErrorStatus, FencedResult, Request, Result
-from aionn.memory.region import Region
+from aionn.hal.types import Dependency, ErrorStatus, FencedResult, Request
 from aionn.remote.fenced import Fenced, Found
 from aionn.remote.fences import as_asked, signal_fence
 from aionn.remote.handles import RemoteBuffer
 from aionn.runtime.executing.event import new_fence
-from aionn.runtime.serving.planned_execution import step_failure, sum_of
+from aionn.runtime.serving.planned_execution import PlannedExecution
 from aionn.runtime.serving.planned_model import PlannedModel
-from aionn.runtime.serving.step_requests import StepRequests
 
 Answered = Callable[[Found], None]
 
@@ -49,46 +47,42 @@ def start_plan(
     """
     if not isinstance(plan, PlannedModel) or any(isinstance(pool, RemoteBuffer) for pool in fenced.pools):
         return None
-    requests = StepRequests(plan.planned.wiring, plan.planned.layouts, fenced.request, fenced.pools)  # type: ignore[arg-type]
-    if not requests.expect() or requests.refusal() is not None:
+    execution = plan.execution(fenced.request, fenced.pools, options, None)  # type: ignore[arg-type]
+    if not execution.requests.expect() or execution.requests.refusal() is not None:
         return None
-    chain = FencedPlan(plan, requests, answered, in_app)
-    chain.send(fenced, options)
+    chain = FencedPlan(plan, execution, answered, in_app)
+    chain.send(fenced)
     return chain.stop
 
 
 class FencedPlan:
     """The steps of one started execution."""
 
-    def __init__(self, plan: PlannedModel, requests: StepRequests, answered: Answered, in_app: Callable[[], None]) -> None:
-        self._plan = plan
-        self._requests = requests
+    def __init__(self, plan: PlannedModel, execution: PlannedExecution, answered: Answered, in_app: Callable[[], None]) -> None:
+        self._steps = plan.steps
+        self._execution = execution
         self._answered = answered
         self._in_app = in_app
-        self._memory: Region | None = None
         self._asked: list[Request] = []
         self._found: dict[int, Found] = {}
         self._fences: list[int] = []
         self._stops: list[Callable[[], None]] = []
         self._sent = 0
 
-    def send(self, fenced: Fenced, options: CallOptions) -> None:
+    def send(self, fenced: Fenced) -> None:
         """Send every step. An error after the first one was sent is its answer. Answers come later, in the loop."""
-        steps = self._plan.steps
-        memory = self._plan.planned.memory
-        region = memory.lease(self._requests.size_bytes)
-        self._memory = region
+        steps, execution = self._steps, self._execution
+        execution.begin()
         try:
-            self._requests.add_memory(region)
             for _ in steps[:-1]:
                 self._fences.append(new_fence())
             for number, step in enumerate(steps):
-                request, pools = self._requests.split(number)
+                request, pools = execution.requests.split(number)
                 self._asked.append(request)
                 after = fenced.after if not number else [Dependency(self._fences[number - 1], is_event=True)]
                 fence = fenced.fence if number == len(steps) - 1 else self._fences[number]
                 own = Fenced(request, pools, after, fence)
-                stop = step.prepared.start_fenced(own, options, partial(self._settled, number))
+                stop = step.prepared.start_fenced(own, execution.options, partial(self._settled, number))
                 self._stops.append(stop)
                 self._sent = number + 1
         except BaseException as error:
@@ -123,7 +117,7 @@ class FencedPlan:
         return found.result.status is not ErrorStatus.NONE or as_asked(self._asked[number], found.result)
 
     def _conclude_when_over(self) -> None:
-        if len(self._found) < len(self._plan.steps):
+        if len(self._found) < len(self._steps):
             return
         outcome = self._outcome()
         self._end()
@@ -137,37 +131,25 @@ class FencedPlan:
         lost = [self._found[number] for number in sorted(self._found) if not isinstance(self._found[number], FencedResult)]
         if lost:
             return lost[0]
-        timings = []
-        steps = self._plan.steps
-        last = len(steps) - 1
-        for number in range(len(steps)):
+        last = len(self._steps) - 1
+        for number in range(last + 1):
             found = self._found[number]
-            assert isinstance(found, FencedResult)
-            result = found.result
-            if found.failed is not None:  # of the first step: a dependency of the app's
+            if not isinstance(found, FencedResult) or found.failed is not None:  # of the first step: a dependency of the app's
                 return found
-            if result.status is ErrorStatus.OUTPUT_INSUFFICIENT_SIZE or (number < last and self._requests.surprises(number, result)):
+            result = found.result
+            surprise = number < last and self._execution.requests.surprises(number, result)
+            if surprise or result.status is ErrorStatus.OUTPUT_INSUFFICIENT_SIZE:
                 return None
-            if result.status is not ErrorStatus.NONE:
-                return FencedResult(step_failure(number, steps, result.status, result.message))
-            wrong = self._requests.note(number, result)
-            if wrong is not None:
-                return FencedResult(step_failure(number, steps, ErrorStatus.GENERAL_FAILURE, wrong))
-            timings.append(result.timing)
-        shapes = self._requests.output_shapes() if self._requests.answered else ()
-        whole = Result(ErrorStatus.NONE, shapes, sum_of(timings))
+            ended = self._execution.take(number, result)
+            if ended is not None:
+                return FencedResult(ended)
         end = self._found[last]
         assert isinstance(end, FencedResult)
-        return FencedResult(whole, None, end.since_launch)
+        return FencedResult(self._execution.whole(), None, end.since_launch)
 
     def _end(self) -> None:
-        """Give back the boundary memory and the fences."""
-        region, self._memory = self._memory, None
-        if region is not None:
-            if all(isinstance(found, FencedResult) for found in self._found.values()):
-                self._plan.planned.memory.give_back(region)
-            else:
-                region.close()  # a driver whose connection has ended may still write to it for a moment
+        """Give back the boundary memory and the fences. A driver whose connection has ended may still write for a moment."""
+        self._execution.give_back(written=not all(isinstance(found, FencedResult) for found in self._found.values()))
         fences, self._fences = self._fences, []
         for fence in fences:
             os.close(fence)

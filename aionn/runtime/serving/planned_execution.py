@@ -1,7 +1,10 @@
-"""`PlannedExecution`: one execution of a plan, step by step. A step's request is sent when the step before has answered.
+"""`PlannedExecution`: one execution of a plan. Its parts are the same whether the steps are sent one after the other or all at once.
+
+    run                      a step's request is sent when the step before has answered
+    executing.fenced_plan    all requests are sent at once, and each step waits for the fence of the step before
 
 Invariants
-    At most one request of an execution is in flight.
+    At most one request of a `run` is in flight.
     `settled` is called once, and boundary memory is given back then: no driver can touch the pools any more. That may be after the
     caller has left. An execution whose caller has left runs no further step.
     A step that had too little room for a boundary tensor has changed nothing but its outputs, so it may run again.
@@ -92,12 +95,12 @@ class PlannedExecution:
         """
         result: Result | None = None
         try:
-            self._lease(self.requests.size_bytes)
+            self.begin()
             for number in range(len(self._steps)):
                 result = await self._run_step(number, send)
                 if result is not None:
                     return result
-            result = self._whole()
+            result = self.whole()
             return result
         finally:
             if self._in_flight:
@@ -113,11 +116,8 @@ class PlannedExecution:
             self._sent = self._in_flight = True
             with trace.span("plan.step", device=self.device(number), step=number):
                 result = await send(self, number, partial(self._step_settled, number))
-            if result.status is ErrorStatus.NONE:
-                wrong = self._note(number, result)
-                return None if wrong is None else self._failure(number, ErrorStatus.GENERAL_FAILURE, wrong)
             if result.status is not ErrorStatus.OUTPUT_INSUFFICIENT_SIZE:
-                return self._failure(number, result.status, result.message)
+                return self.take(number, result)
             outgrown = self.requests.outgrown(number, result)
             if not outgrown:
                 return self._insufficient(number, result)
@@ -136,17 +136,29 @@ class PlannedExecution:
         if self._over:
             return
         self._over = True
-        leased, self._leased = self._leased, []
         number, last = self._last
-        # A burst that is closed ends its requests, and the driver may still be busy with one. Its memory is not used again then.
-        written = last is None and self._sent and self._steps[number].prepared.device.connection.ended_by is None
+        # A burst that is closed ends its requests, and the driver may still be busy with one.
+        self.give_back(written=last is None and self._sent and self._steps[number].prepared.device.connection.ended_by is None)
+        if self._settled is not None:
+            self._settled(result)
+
+    def begin(self) -> Region:
+        """Lease the memory of boundary tensors, and return it.
+
+        Raises:
+            MemoryAllocationError: there is no memory for them.
+        """
+        self._lease(self.requests.size_bytes)
+        return self.boundary
+
+    def give_back(self, *, written: bool) -> None:
+        """Give the memory of boundary tensors back. `written`: a driver may still write to it, so it is not used again."""
+        leased, self._leased = self._leased, []
         for region in leased:
             if written:
                 region.close()
             else:
                 self._memory.give_back(region)
-        if self._settled is not None:
-            self._settled(result)
 
     def _lease(self, size_bytes: int) -> int:
         """Lease boundary memory. Returns its number among the pools."""
@@ -155,6 +167,13 @@ class PlannedExecution:
         return self.requests.add_memory(region)
 
     # --- answers -------------------------------------------------------------------------------------------------------
+
+    def take(self, number: int, result: Result) -> Result | None:
+        """Take the answer of a step. Returns the answer of the whole execution if it ends here."""
+        if result.status is not ErrorStatus.NONE:
+            return self._failure(number, result.status, result.message)
+        wrong = self._note(number, result)
+        return None if wrong is None else self._failure(number, ErrorStatus.GENERAL_FAILURE, wrong)
 
     def _note(self, number: int, result: Result) -> str | None:
         if self.options.measure_timing:
@@ -166,13 +185,13 @@ class PlannedExecution:
         number, result = self._last
         if result is None or result.status is not ErrorStatus.NONE or number < len(self._steps) - 1:
             return None
-        return self._whole() if self._note(number, result) is None else None
+        return self.whole() if self._note(number, result) is None else None
 
-    def _whole(self) -> Result:
+    def whole(self) -> Result:
         """Return the answer of the plan, all of whose steps have run."""
         self.requests.learn()
         shapes = self.requests.output_shapes() if self.requests.answered else ()
-        return Result(ErrorStatus.NONE, shapes, sum_of(self._timings) if self.options.measure_timing else NO_TIMING)
+        return Result(ErrorStatus.NONE, shapes, _sum_of(self._timings) if self.options.measure_timing else NO_TIMING)
 
     def _insufficient(self, number: int, result: Result) -> Result:
         """Return the answer where the room that the app gave for an output was too small. Later steps have not run."""
@@ -182,18 +201,12 @@ class PlannedExecution:
         return self._failure(number, result.status, result.message, shapes)
 
     def _failure(self, number: int, status: ErrorStatus, message: str, shapes: tuple[OutputShape, ...] = ()) -> StepFailure:
-        return step_failure(number, self._steps, status, message, shapes)
+        """Return the answer of a plan whose step of that number has failed. It names the step and its device."""
+        where = f"step {number + 1} of {len(self._steps)}, on device {self.device(number)!r}"
+        return StepFailure(status, shapes, message=f"{where}: {message or 'the driver gave no reason'}", step=number)
 
 
-def step_failure(
-    number: int, steps: Sequence[PlannedStep], status: ErrorStatus, message: str, shapes: tuple[OutputShape, ...] = ()
-) -> StepFailure:
-    """Return the answer of a plan whose step of that number has failed. It names the step and its device."""
-    where = f"step {number + 1} of {len(steps)}, on device {steps[number].prepared.device.name!r}"
-    return StepFailure(status, shapes, message=f"{where}: {message or 'the driver gave no reason'}", step=number)
-
-
-def sum_of(timings: Sequence[Timing]) -> Timing:
+def _sum_of(timings: Sequence[Timing]) -> Timing:
     """Return the time of all steps together. It is unknown where that of one is."""
     device, driver = [timing.on_device_us for timing in timings], [timing.in_driver_us for timing in timings]
     return Timing(*(UNKNOWN_TIME_US if UNKNOWN_TIME_US in times else sum(times) for times in (device, driver)))
