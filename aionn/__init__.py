@@ -49,9 +49,9 @@ if _typing.TYPE_CHECKING:
     from aionn.errors import MemoryAllocationError as MemoryAllocationError
     from aionn.errors import OutputInsufficientSizeError as OutputInsufficientSizeError
     from aionn.errors import StageRejected as StageRejected
-    from aionn.memory import HardwareBuffer as HardwareBuffer
-    from aionn.memory import Memory as Memory
-    from aionn.memory import PlaneLayout as PlaneLayout
+    from aionn.memory.hardware_buffer import HardwareBuffer as HardwareBuffer
+    from aionn.memory.hardware_buffer import PlaneLayout as PlaneLayout
+    from aionn.memory.memory import Memory as Memory
     from aionn.runtime.compilation import Compilation as Compilation
     from aionn.runtime.executing.device_memory import DeviceMemory as DeviceMemory
     from aionn.runtime.executing.event import Event as Event
@@ -81,7 +81,8 @@ else:
         "aionn.caching.outcomes": "CacheOutcome CacheOutcomeKind MissReason",
         "aionn.errors": "AionnError CallerError CompilationError DeadlineError DeviceMemoryLostError DeviceUnavailableError "
         "DriverDiedError DriverHungError ExecutionError MemoryAllocationError OutputInsufficientSizeError StageRejected",
-        "aionn.memory": "HardwareBuffer Memory PlaneLayout",
+        "aionn.memory.hardware_buffer": "HardwareBuffer PlaneLayout",
+        "aionn.memory.memory": "Memory",
         "aionn.runtime.compilation": "Compilation",
         "aionn.runtime.executing.event": "Event",
         "aionn.runtime.executing.frame_layout": "Outputs",

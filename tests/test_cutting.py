@@ -19,9 +19,11 @@ from onnx.reference import ReferenceEvaluator
 
 import aionn
 from aionn.errors import CompilationError
-from aionn.graph import cut, embed_constants, supported_operations
+from aionn.graph.constants import embed_constants
+from aionn.graph.cutting import cut
 from aionn.graph.step_models import step_models
 from aionn.graph.steps import TEMPORARY_ALIGNMENT_BYTES, Step, check_steps, lay_out, lifetimes, step_token
+from aionn.graph.support import supported_operations
 from aionn.graph.unchanged import changeable_contents, contents_of
 from aionn.hal import (
     ExecutionPreference,

@@ -18,7 +18,10 @@ from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 
 from aionn.errors import CallerError, CompilationError
-from aionn.graph import ReadGraph, constant_arrays, embed_constants, read_onnx, resolve_shapes
+from aionn.graph.arrays import constant_arrays
+from aionn.graph.constants import embed_constants
+from aionn.graph.reading import ReadGraph, read_onnx
+from aionn.graph.shapes import resolve_shapes
 from aionn.graph.wire import Survey, WireError, survey
 from aionn.hal import CONSTANT_COPY_BYTES, IMemory, MemoryDescription, MemoryKind, Model, Operand, OperandType, ValueKind, ValueType
 from aionn.testing.models import identity_model

@@ -11,52 +11,10 @@ The app creates both queues, and the driver attaches. Memories are named by slot
 A usual request passes none of these files. `fmq.Caller` sends it and settles its answer. A lane (`fmq.Lane`) takes and answers it. The
 rest comes here: packets that come for the first time, deadlines that pass, freed memory, and the end.
 
-`controller` is imported when its name is first asked for, because drivers do without.
+What a device that is written by hand needs is here, too. All other names come from their modules.
 """
 
-import typing as _typing
+from aionn.burst.executors import DefaultBurstExecutorWithCache, IBoundExecution, IBurstExecutorWithCache, ILanes
+from aionn.burst.server import ExecutionBurstServer
 
-from aionn.burst.executors import DefaultBurstExecutorWithCache, IBoundExecution, IBurstExecutorWithCache, ILanes, result_of
-from aionn.burst.packets import (
-    DATUM_BYTES,
-    PacketError,
-    PoolReference,
-    RequestPacket,
-    ResultPacket,
-    decode_request,
-    decode_result,
-    encode_request,
-    encode_request_body,
-    encode_result,
-    enough_datums,
-)
-from aionn.burst.server import CLOSE_S, ExecutionBurstServer
-from aionn.lazy import imported_when_asked as _imported_when_asked
-
-if _typing.TYPE_CHECKING:
-    from aionn.burst.controller import ExecutionBurstController
-
-__all__ = [
-    "CLOSE_S",
-    "DATUM_BYTES",
-    "DefaultBurstExecutorWithCache",
-    "ExecutionBurstController",
-    "ExecutionBurstServer",
-    "IBoundExecution",
-    "IBurstExecutorWithCache",
-    "ILanes",
-    "PacketError",
-    "PoolReference",
-    "RequestPacket",
-    "ResultPacket",
-    "decode_request",
-    "decode_result",
-    "encode_request",
-    "encode_request_body",
-    "encode_result",
-    "enough_datums",
-    "result_of",
-]
-
-if not _typing.TYPE_CHECKING:
-    __getattr__ = _imported_when_asked(__name__, {"ExecutionBurstController": "aionn.burst.controller"})
+__all__ = ["DefaultBurstExecutorWithCache", "ExecutionBurstServer", "IBoundExecution", "IBurstExecutorWithCache", "ILanes"]

@@ -32,7 +32,7 @@ from aionn.errors import AionnError, CallerError, DeadlineError, ExecutionError,
 from aionn.fmq import SOON, Caller, MessageQueue, QueueClosedError, QueueCorruptedError
 from aionn.hal.types import ErrorStatus, Result
 from aionn.memo import Memo
-from aionn.pages import BurstSlot
+from aionn.pages.app_page import BurstSlot
 from aionn.tasks import leave_in_child, running_loop, seconds_until
 
 _REMEMBERED = 256

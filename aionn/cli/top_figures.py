@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from aionn.cli.top_reading import AppReading, DriverReading, ProcessReading, Reading
-from aionn.pages import Activity, Kind, SlotView
-from aionn.pages.layout import percentile_s
+from aionn.pages.app_layout import Kind, SlotView
+from aionn.pages.layout import Activity, percentile_s
 
 __all__ = ["BurstFigures", "DeviceFigures", "Figures", "RuntimeFigures", "figures"]
 

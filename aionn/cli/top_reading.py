@@ -14,7 +14,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from aionn.pages import Activity, FoundPage, Kind, PageView, find_page
+from aionn.pages.app_layout import Kind, PageView
+from aionn.pages.finding import FoundPage, find_page
+from aionn.pages.layout import Activity
 from aionn.pages.page import time_namespace_of
 from aionn.pages.process_use import driver_device, own_pid_of, stat_of, status_of
 

@@ -9,8 +9,9 @@ from typing import Any
 
 from aionn.cli.printing import NotDoneError, UsageError, duration, print_json
 from aionn.escapes import escaped
-from aionn.pages import FoundPage, LayoutError, find_page
 from aionn.pages.collecting import READ_S, RecordReader
+from aionn.pages.finding import FoundPage, find_page
+from aionn.pages.layout import LayoutError
 from aionn.trace.events import Recorded
 from aionn.trace.file import write
 

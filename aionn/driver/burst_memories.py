@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from aionn.burst import PoolReference
+from aionn.burst.packets import PoolReference
 from aionn.driver.execution import BoundExecution, BoundPool
 from aionn.driver.memories import bound_pool
 from aionn.errors import CallerError
 from aionn.hal.types import IMemory, Request
-from aionn.memory import DeviceBuffers
+from aionn.memory.device_buffers import DeviceBuffers
 
 _ANY_SIZE = 2**64
 

@@ -40,9 +40,9 @@ from aionn.hal.model import Model
 from aionn.hal.options import NO_OPTIONS, EngineOptions, OptionValue
 from aionn.hal.types import BufferDesc, BufferRole, CacheFiles, DeviceType
 from aionn.hal.values import from_messages
-from aionn.memory import DeviceBuffers, reserve
-from aionn.memory.region import give_back
-from aionn.pages import DriverPage, Slot, private_slot
+from aionn.memory.device_buffers import DeviceBuffers
+from aionn.memory.region import give_back, reserve
+from aionn.pages.page import DriverPage, Slot, private_slot
 from aionn.tasks import seconds_until
 
 T = TypeVar("T")

@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from aionn.burst import result_of
+from aionn.burst.executors import result_of
 from aionn.driver.bugs import noted, report_bug, sentence_of
 from aionn.driver.denied import way_out
 from aionn.driver.lanes import Lane, Lanes

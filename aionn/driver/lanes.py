@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from aionn.burst import CLOSE_S
+from aionn.burst.server import CLOSE_S
 from aionn.driver.priority import Turns
 from aionn.driver.threads import Job
 from aionn.errors import CallerError, ExecutionError
@@ -31,7 +31,7 @@ from aionn.fmq import Lane as NativeLane
 from aionn.fmq import Lanes as NativeLanes
 from aionn.hal.engine import Executable
 from aionn.hal.types import ErrorStatus, Priority
-from aionn.pages import Slot
+from aionn.pages.page import Slot
 from aionn.tasks import Answer
 
 T = TypeVar("T")

@@ -15,7 +15,10 @@ from aionn.errors import AionnError, CallerError, again
 from aionn.hal.interfaces import IBuffer
 from aionn.hal.model import Model, may_change
 from aionn.hal.types import IMemory, MemoryKind
-from aionn.memory import DeviceBuffer, DeviceBuffers, Memory, Region
+from aionn.memory.device_buffer import DeviceBuffer
+from aionn.memory.device_buffers import DeviceBuffers
+from aionn.memory.memory import Memory
+from aionn.memory.region import Region
 from aionn.memory.requests import Extent
 
 

@@ -9,7 +9,8 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 from aionn import trace
-from aionn.burst import ExecutionBurstServer, result_of
+from aionn.burst import ExecutionBurstServer
+from aionn.burst.executors import result_of
 from aionn.driver.burst_memories import BurstMemories
 from aionn.driver.execution import BoundExecution, BoundModel, BoundPool, bind
 from aionn.driver.lanes import Lane, Lanes
@@ -25,9 +26,10 @@ from aionn.hal.interfaces import IBuffer, IBurstCallback, PrepareOptions
 from aionn.hal.queues import MQDescriptor
 from aionn.hal.types import Dependency, ExecutionPreference, FencedResult, IMemory, Operand, Request, Result
 from aionn.hal.values import ValuesResult
-from aionn.memory import DeviceBuffers, ModelInfo, check_request
-from aionn.memory.requests import Extent
-from aionn.pages import Slot
+from aionn.memory.device_buffers import DeviceBuffers
+from aionn.memory.domain import ModelInfo
+from aionn.memory.requests import Extent, check_request
+from aionn.pages.page import Slot
 from aionn.remote.fences import Waits, execute_fenced_by
 
 LANES = os.environ.get("AIONN_LANES", "1") != "0"

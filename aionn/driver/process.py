@@ -28,8 +28,8 @@ from aionn.driver.registry import find
 from aionn.errors import AionnError, DeviceUnavailableError
 from aionn.hal.interfaces import IDevice
 from aionn.memory.limits import NO_DESCRIPTOR_LEFT, allocation_error
-from aionn.pages import BEAT_S, DriverPage
 from aionn.pages.layout import PAGE_BYTES
+from aionn.pages.page import BEAT_S, DriverPage
 from aionn.remote.control import STACKS_SIGNAL, Refused, encode
 from aionn.remote.failures import failure_of
 from aionn.remote.service import DeviceService

@@ -135,7 +135,7 @@ class OnnxRuntimeEngine:
 
         A library of operators names them only when a session is made. So it is taken to have what ORT does not know.
         """
-        from aionn.graph import supported_operations
+        from aionn.graph.support import supported_operations
 
         custom = "custom_ops" in options
         providers = {self.runs_on} if options.get("cpu_fallback") is False else {self.runs_on, CPU}
@@ -145,7 +145,7 @@ class OnnxRuntimeEngine:
 
     def compile(self, model: Model, options: CompileOptions) -> OnnxRuntimeExecutable:
         """Optimise fully (0 to 130 ms more than without). If the model may be exported, let ORT write the artifact."""
-        from aionn.graph import gather_tables
+        from aionn.graph.support import gather_tables
 
         weights = sum(prod(constant.operand.dimensions or ()) for constant in model.constants)
         work = _most_work([operand.dimensions for operand in model.inputs.values()], weights)

@@ -57,7 +57,7 @@ class WrittenArtifact:
 
     def artifact(self) -> Artifact:
         """Return the artifact, and close the files."""
-        from aionn.graph import settle_exported
+        from aionn.graph.constants import settle_exported
 
         graph, weights = self._graph.read(), _taken_out(self._weights) or _NO_WEIGHTS
         self._finalizer()

@@ -156,7 +156,7 @@ class OpenVINOEngine:
 
     @staticmethod
     def _whole(model: Model) -> bytes:
-        from aionn.graph import embed_constants
+        from aionn.graph.constants import embed_constants
 
         whole: bytes = embed_constants(model).SerializeToString()
         return whole

@@ -63,13 +63,13 @@ class ReferenceEngine:
 
     def supported_operations(self, model: Model) -> Sequence[bool]:
         """Return per node whether onnx has an implementation of its operator in its version."""
-        from aionn.graph import supported_operations
+        from aionn.graph.support import supported_operations
 
         return supported_operations(model, self._has_implementation, overloads=False)  # onnx takes the last of one name
 
     def compile(self, model: Model, options: CompileOptions) -> ReferenceExecutable:
         """Make an evaluator of the whole model."""
-        from aionn.graph import embed_constants
+        from aionn.graph.constants import embed_constants
 
         if options.cancelled.is_set():
             raise CompilationError("the compilation was cancelled because its caller stopped waiting", reason="cancelled")

@@ -10,7 +10,7 @@ from typing import Any, SupportsIndex, TypeAlias
 from numpy.typing import NDArray
 from typing_extensions import Buffer
 
-from aionn.pages import Slot
+from aionn.pages.page import Slot
 
 Data: TypeAlias = Buffer | NDArray[Any]
 """Contiguous bytes. Arrays are named apart, because NumPy declares them as buffers only from Python 3.12 on."""

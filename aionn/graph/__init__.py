@@ -35,51 +35,6 @@ What changes in the graph, and nothing else does
     Every tensor that stays carries its own bytes, also where a file held them: functions, attributes, sparse initializers. So an
     engine never looks for a file.
 
-Used by runtime.model (reading) and the engines (`constant_arrays`, `embed_constants`, `settle_exported`, `resolve_shapes`). Names are
-imported when they are asked for: `onnx` costs 50 ms, and who only looks at arrays does without.
+Used by runtime.model (reading) and the engines (`constant_arrays`, `embed_constants`, `settle_exported`, `resolve_shapes`). `onnx`
+costs 50 ms, so the modules that need it say so: who only looks at arrays does without.
 """
-
-import typing as _typing
-
-from aionn.lazy import imported_when_asked as _imported_when_asked
-
-if _typing.TYPE_CHECKING:
-    from aionn.graph.arrays import arrays_over, constant_arrays
-    from aionn.graph.constants import embed_constants, settle_exported
-    from aionn.graph.cutting import cut
-    from aionn.graph.reading import ReadGraph, read_onnx
-    from aionn.graph.shapes import resolve_shapes
-    from aionn.graph.support import gather_tables, supported_operations
-    from aionn.graph.unchanged import changeable_contents, own_constants
-
-__all__ = [
-    "ReadGraph",
-    "arrays_over",
-    "changeable_contents",
-    "constant_arrays",
-    "cut",
-    "embed_constants",
-    "gather_tables",
-    "own_constants",
-    "read_onnx",
-    "resolve_shapes",
-    "settle_exported",
-    "supported_operations",
-]
-
-if not _typing.TYPE_CHECKING:
-    _HOMES = {
-        "ReadGraph": "aionn.graph.reading",
-        "arrays_over": "aionn.graph.arrays",
-        "changeable_contents": "aionn.graph.unchanged",
-        "constant_arrays": "aionn.graph.arrays",
-        "cut": "aionn.graph.cutting",
-        "embed_constants": "aionn.graph.constants",
-        "gather_tables": "aionn.graph.support",
-        "own_constants": "aionn.graph.unchanged",
-        "read_onnx": "aionn.graph.reading",
-        "resolve_shapes": "aionn.graph.shapes",
-        "settle_exported": "aionn.graph.constants",
-        "supported_operations": "aionn.graph.support",
-    }
-    __getattr__ = _imported_when_asked(__name__, _HOMES)

@@ -25,43 +25,5 @@ Design
     Errors have two phases. A request of the wrong shape is a `CallerError` (INVALID_ARGUMENT), raised before anything
     is mapped. A failure to map after that is a `MappingError` (GENERAL_FAILURE).
 
-`hardware_buffer` is imported when one of its names is first asked for, because drivers do without.
+Drivers do without `hardware_buffer`.
 """
-
-import typing as _typing
-
-from aionn.lazy import imported_when_asked as _imported_when_asked
-from aionn.memory.buffer_use import BufferUse
-from aionn.memory.device_buffer import DeviceBuffer
-from aionn.memory.device_buffers import BufferRequest, DeviceBuffers
-from aionn.memory.domain import ModelInfo, Role, combine_dimensions
-from aionn.memory.memory import Memory
-from aionn.memory.region import Access, MappingError, Region, attach_all, reserve
-from aionn.memory.requests import check_request, input_shape, output_shape
-
-if _typing.TYPE_CHECKING:
-    from aionn.memory.hardware_buffer import HardwareBuffer, PlaneLayout
-
-__all__ = [
-    "Access",
-    "BufferRequest",
-    "BufferUse",
-    "DeviceBuffer",
-    "DeviceBuffers",
-    "HardwareBuffer",
-    "MappingError",
-    "Memory",
-    "ModelInfo",
-    "PlaneLayout",
-    "Region",
-    "Role",
-    "attach_all",
-    "check_request",
-    "combine_dimensions",
-    "input_shape",
-    "output_shape",
-    "reserve",
-]
-
-if not _typing.TYPE_CHECKING:
-    __getattr__ = _imported_when_asked(__name__, dict.fromkeys(("HardwareBuffer", "PlaneLayout"), "aionn.memory.hardware_buffer"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from aionn.hal.types import IMemory
-from aionn.memory import Region
+from aionn.memory.region import Region
 from aionn.remote.connection import Connection
 from aionn.remote.control import GetMemories, Memories
 from aionn.remote.received import attached

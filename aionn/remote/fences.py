@@ -18,7 +18,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 
-from aionn.burst import result_of
+from aionn.burst.executors import result_of
 from aionn.errors import AionnError, CallerError, DeadlineError, DriverDiedError, DriverHungError, ExecutionError
 from aionn.fmq.descriptors import is_eventfd
 from aionn.hal.interfaces import IBuffer, IPreparedModel

@@ -11,8 +11,9 @@ from aionn.hal.model import Model
 from aionn.hal.options import EngineOptions, OptionValue
 from aionn.hal.types import IMemory, MemoryDescription, MemoryKind
 from aionn.hal.values import from_messages
-from aionn.memory import Access, MappingError, Memory, Region
 from aionn.memory.descriptors import check_description, check_descriptor, check_reserved
+from aionn.memory.memory import Memory
+from aionn.memory.region import Access, MappingError, Region
 from aionn.remote.channel import Descriptors
 from aionn.remote.control import Adopt, PrepareModelFromCache
 from aionn.remote.parts import CacheMessage, ModelMessage, OptionsMessage

@@ -17,15 +17,15 @@ from typing import Protocol, TypeVar
 import anyio
 from anyio.abc import TaskGroup
 
-from aionn.burst import result_of
+from aionn.burst.executors import result_of
 from aionn.errors import AionnError, CallerError
 from aionn.hal.interfaces import IBuffer, IBurstContext, IDevice, IPreparedModel
 from aionn.hal.performance import Performance
 from aionn.hal.queues import MQDescriptor
 from aionn.hal.types import Dependency, IMemory, Result
 from aionn.hal.values import as_messages
-from aionn.memory import check_request
 from aionn.memory.descriptors import check_description
+from aionn.memory.requests import check_request
 from aionn.remote.callback import RemoteBurstCallback
 from aionn.remote.channel import Descriptors
 from aionn.remote.connection import Connection

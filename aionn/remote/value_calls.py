@@ -141,7 +141,7 @@ async def call_values(
 
 async def serve_values(prepared: IPreparedModel, body: ExecuteValues, descriptors: Descriptors) -> tuple[ExecutedValues, Region | None]:
     """Execute what a client asked for. Returns the answer, and the memory that travels beside it, which the caller closes."""
-    from aionn.burst import result_of
+    from aionn.burst.executors import result_of
 
     execute = getattr(prepared, "execute_values", None)
     try:

@@ -20,8 +20,9 @@ from typing import Any
 
 from aionn.caching.outcomes import CacheOutcome, MissReason, Refusal
 from aionn.events import CacheRefused, DriverEnded, DriverHung, DriverStarted, Event, StageChanged
-from aionn.pages import BEAT_S, BurstSlot, Kind, close_page, open_page
-from aionn.pages.app_layout import CALL_TIMES, DEVICE_COUNTERS, EVICTED, FAILED_COMPILES, PID, REASONS, STAGE_COUNTERS, STARTS
+from aionn.pages.app_layout import CALL_TIMES, DEVICE_COUNTERS, EVICTED, FAILED_COMPILES, PID, REASONS, STAGE_COUNTERS, STARTS, Kind
+from aionn.pages.app_page import BurstSlot, close_page, open_page
+from aionn.pages.page import BEAT_S
 from aionn.runtime.events import Events
 from aionn.runtime.traced import OutsideTracer, leave_source, share_source
 

@@ -19,7 +19,9 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from aionn import trace
-from aionn.pages import AppPage, LayoutError, find_page
+from aionn.pages.app_page import AppPage
+from aionn.pages.finding import find_page
+from aionn.pages.layout import LayoutError
 
 if TYPE_CHECKING:
     from aionn.pages.collecting import CollectingThread

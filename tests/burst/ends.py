@@ -18,18 +18,20 @@ import numpy as np
 from anyio.abc import TaskGroup
 from numpy.typing import NDArray
 
-from aionn.burst import (
+from aionn.burst import ExecutionBurstServer
+from aionn.burst.controller import ExecutionBurstController
+from aionn.burst.packets import (
     DATUM_BYTES,
-    ExecutionBurstController,
-    ExecutionBurstServer,
     PoolReference,
     RequestPacket,
     ResultPacket,
     decode_result,
     encode_request,
     encode_result,
+    read_identity,
+    split_requests,
+    split_results,
 )
-from aionn.burst.packets import read_identity, split_requests, split_results
 from aionn.driver.device import EngineDevice
 from aionn.driver.prepared_model import EnginePreparedModel
 from aionn.errors import CallerError

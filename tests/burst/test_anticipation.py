@@ -18,7 +18,7 @@ from aionn.driver.prepared_model import EnginePreparedModel
 from aionn.fmq import SOON, Caller, MessageQueue
 from aionn.hal import PrepareOptions
 from aionn.hal.types import ErrorStatus, ExecutionPreference
-from aionn.pages import DriverPage, PageReader
+from aionn.pages.page import DriverPage, PageReader
 from aionn.runtime.model import Model as OnnxModel
 from aionn.testing import FakeDevice
 from aionn.testing.models import identity_model

@@ -10,8 +10,8 @@ from typing import Any
 import anyio
 import pytest
 
-from aionn.burst import DATUM_BYTES, ExecutionBurstController, PacketError, PoolReference, ResultPacket, encode_result
-from aionn.burst.packets import encode_request_body
+from aionn.burst.controller import ExecutionBurstController
+from aionn.burst.packets import DATUM_BYTES, PacketError, PoolReference, ResultPacket, encode_request_body, encode_result
 from aionn.errors import AionnError, CallerError, DeadlineError, DriverDiedError, ExecutionError
 from aionn.fmq import QueueClosedError
 from aionn.hal.types import ErrorStatus, Request, Result

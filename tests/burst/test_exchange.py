@@ -23,9 +23,14 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from aionn import trace
-from aionn.burst import DATUM_BYTES, ExecutionBurstController, PacketError, PoolReference, ResultPacket, encode_result
+from aionn.burst.controller import ExecutionBurstController
 from aionn.burst.packets import (
+    DATUM_BYTES,
+    PacketError,
+    PoolReference,
+    ResultPacket,
     encode_request_body,
+    encode_result,
     encode_result_body,
     identity_datum,
     is_framed_request,

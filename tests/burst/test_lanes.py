@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from aionn.burst import PoolReference, RequestPacket, encode_request
+from aionn.burst.packets import PoolReference, RequestPacket, encode_request
 from aionn.hal.types import BufferDesc, BufferRole, DataLocation, ErrorStatus, Request, RequestArgument
 from tests.burst.ends import (
     ARGUMENT_BYTES,

@@ -15,7 +15,7 @@ import anyio
 import anyio.lowlevel
 import pytest
 
-from aionn.burst import ExecutionBurstController
+from aionn.burst.controller import ExecutionBurstController
 from aionn.errors import ExecutionError
 from aionn.fmq import MessageQueue, QueueCorruptedError, layout
 from aionn.hal.types import ErrorStatus, Result

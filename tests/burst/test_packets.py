@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aionn.burst import (
+from aionn.burst.packets import (
     DATUM_BYTES,
+    MESSAGE_BYTES,
     PacketError,
     PoolReference,
     RequestPacket,
@@ -19,8 +20,9 @@ from aionn.burst import (
     decode_result,
     encode_request,
     encode_result,
+    split_requests,
+    split_results,
 )
-from aionn.burst.packets import MESSAGE_BYTES, split_requests, split_results
 from aionn.hal.types import NO_TIMING, DataLocation, ErrorStatus, OutputShape, Request, RequestArgument, Result, Timing
 
 u32 = st.integers(0, 2**32 - 1)

@@ -11,16 +11,8 @@ import anyio.lowlevel
 import numpy as np
 import pytest
 
-from aionn.burst import (
-    DATUM_BYTES,
-    DefaultBurstExecutorWithCache,
-    ExecutionBurstServer,
-    IBurstExecutorWithCache,
-    PoolReference,
-    RequestPacket,
-    decode_result,
-)
-from aionn.burst.packets import split_results
+from aionn.burst import DefaultBurstExecutorWithCache, ExecutionBurstServer, IBurstExecutorWithCache
+from aionn.burst.packets import DATUM_BYTES, PoolReference, RequestPacket, decode_result, split_results
 from aionn.errors import CallerError, ExecutionError
 from aionn.fmq import MessageQueue, MQDescriptor
 from aionn.hal.queues import MQFlavor

@@ -10,8 +10,16 @@ from dataclasses import replace
 
 import pytest
 
-from aionn.burst import DATUM_BYTES, PoolReference, RequestPacket, ResultPacket, encode_request
-from aionn.burst.packets import REQUEST_IDENTITY, encode_request_body, identity_datum
+from aionn.burst.packets import (
+    DATUM_BYTES,
+    REQUEST_IDENTITY,
+    PoolReference,
+    RequestPacket,
+    ResultPacket,
+    encode_request,
+    encode_request_body,
+    identity_datum,
+)
 from aionn.hal.types import NO_TIMING, DataLocation, ErrorStatus, OutputShape, Request, RequestArgument
 from aionn.testing.models import identity_model
 from tests.burst.ends import RawClient, nothing_computed, packet, raw_client, request

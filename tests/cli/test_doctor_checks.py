@@ -19,7 +19,7 @@ import pytest
 
 from aionn.caching.private_folder import hold
 from aionn.cli.checks import containers, engines, folders, kernel, leavings, machine, process_limits, processes
-from aionn.pages import find_headers
+from aionn.pages.finding import find_headers
 from aionn.pages.layout import RELEASE
 from aionn.testing import FakeDevice, identity_model
 from tests.cli.doctor_runs import ROOT, Clinic, among_doctors

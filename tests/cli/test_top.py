@@ -31,9 +31,9 @@ import aionn
 from aionn.cli.top_figures import BurstFigures, DeviceFigures, Figures, RuntimeFigures, figures
 from aionn.cli.top_reading import Reading, read
 from aionn.cli.top_tables import SORTS, content
-from aionn.pages import AppPage, Kind, close_page, open_page
 from aionn.pages._page import bucket_of
-from aionn.pages.app_layout import DEVICE_COUNTERS, DROPPED, PID, SENT
+from aionn.pages.app_layout import DEVICE_COUNTERS, DROPPED, PID, SENT, Kind
+from aionn.pages.app_page import AppPage, close_page, open_page
 from aionn.pages.layout import percentile_s
 from aionn.testing import FakeDevice, identity_model
 from tests.pages.processes import program
@@ -156,7 +156,7 @@ def test_one_snapshot_says_what_the_apps_themselves_measured(neighbour: subproce
 
 MANY = """
 import os, resource, sys
-from aionn.pages import Kind, app_layout, open_page
+from aionn.pages.app_layout import Kind; from aionn.pages import app_layout; from aionn.pages.app_page import open_page
 resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
 first = os.open("/dev/null", os.O_RDONLY)
 others = [os.dup(first) for _ in range(1000)]

@@ -15,7 +15,8 @@ import pytest
 from numpy.typing import NDArray
 
 import aionn
-from aionn.burst import DATUM_BYTES, ExecutionBurstController, PoolReference, encode_request_body
+from aionn.burst.controller import ExecutionBurstController
+from aionn.burst.packets import DATUM_BYTES, PoolReference, encode_request_body
 from aionn.driver import find_engine
 from aionn.errors import AionnError, CallerError, CompilationError, DeadlineError
 from aionn.fmq import MessageQueue

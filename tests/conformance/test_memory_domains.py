@@ -18,7 +18,8 @@ import pytest
 from onnx import helper
 
 import aionn
-from aionn.burst import DATUM_BYTES, ExecutionBurstController, PoolReference, encode_request_body
+from aionn.burst.controller import ExecutionBurstController
+from aionn.burst.packets import DATUM_BYTES, PoolReference, encode_request_body
 from aionn.driver.device import EngineDevice
 from aionn.driver.memories import EngineBuffer
 from aionn.errors import CallerError, ExecutionError
@@ -36,7 +37,7 @@ from aionn.hal.types import (
     RequestArgument,
     Result,
 )
-from aionn.memory import Region
+from aionn.memory.region import Region
 from aionn.remote.device import RemoteDevice
 from aionn.remote.handles import RemoteBuffer
 from aionn.testing.models import identity_model

@@ -28,7 +28,7 @@ from onnx import TensorProto, helper, numpy_helper
 import aionn
 from aionn.errors import AionnError, CallerError
 from aionn.hal.types import DataLocation, ErrorStatus, MemoryDescription, MemoryKind, Request, RequestArgument
-from aionn.memory import Region
+from aionn.memory.region import Region
 from aionn.remote.control import CopyFrom, Done, Execute, Executed
 from aionn.remote.device import RemotePreparedModel
 from aionn.remote.parts import PoolMessage

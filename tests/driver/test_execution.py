@@ -13,8 +13,9 @@ from aionn.driver.execution import BoundExecution, BoundModel, BoundPool, bind
 from aionn.driver.lanes import Lane, Lanes
 from aionn.hal import ErrorStatus, ExecutionReport, Operand, OperandType, Request, RequestArgument
 from aionn.hal.types import BufferDesc, BufferRole, DataLocation
-from aionn.memory import DeviceBuffers, ModelInfo
-from aionn.pages import private_slot
+from aionn.memory.device_buffers import DeviceBuffers
+from aionn.memory.domain import ModelInfo
+from aionn.pages.page import private_slot
 
 FLOAT = OperandType.FLOAT32
 DECLARED = Operand(FLOAT, (4, 2))

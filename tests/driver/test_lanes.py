@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from aionn.driver.lanes import Lane, Lanes
 from aionn.errors import CallerError, ExecutionError
 from aionn.hal import ErrorStatus, ExecutionReport
-from aionn.pages import private_slot
+from aionn.pages.page import private_slot
 from tests.descriptors import free_descriptors
 
 pytestmark = pytest.mark.anyio

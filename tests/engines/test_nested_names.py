@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from onnx import GraphProto, NodeProto, TensorProto, helper, numpy_helper
 
 from aionn.engines.onnxruntime import OnnxRuntimeEngine
-from aionn.graph import settle_exported
+from aionn.graph.constants import settle_exported
 from aionn.hal import CompileOptions
 from aionn.runtime.model import Model
 from tests.engines.onnx_graphs import body, model_of, value

@@ -22,7 +22,7 @@ from aionn.engines import onnxruntime as engine_module
 from aionn.engines.onnxruntime import OnnxRuntimeEngine
 from aionn.engines.onnxruntime_artifact import without_notes
 from aionn.errors import CompilationError
-from aionn.graph import gather_tables
+from aionn.graph.support import gather_tables
 from aionn.hal import Artifact, CancelFlag, CompileOptions, ExecutionPreference
 from aionn.runtime.model import Model
 from tests.engines.onnx_graphs import identity, matmul, model_of, value

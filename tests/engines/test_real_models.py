@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from aionn.engines.onnxruntime import TABLE_BYTES, OnnxRuntimeEngine
 from aionn.engines.openvino import OpenVINOEngine
 from aionn.engines.reference import ReferenceEngine
-from aionn.graph import gather_tables
+from aionn.graph.support import gather_tables
 from aionn.hal import Artifact, CompileOptions, Engine, Executable
 from aionn.runtime.model import Model
 from tests.real_models import carried, some_input

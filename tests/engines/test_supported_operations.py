@@ -14,8 +14,7 @@ from onnx import ModelProto, OperatorSetIdProto, TensorProto, helper
 
 from aionn.engines.onnxruntime import OnnxRuntimeEngine
 from aionn.engines.onnxruntime_providers import CPU
-from aionn.graph import supported_operations
-from aionn.graph.support import WITH_BODIES
+from aionn.graph.support import WITH_BODIES, supported_operations
 from aionn.graph.wire import operator_sets
 from aionn.runtime.model import Model
 from tests.engines.onnx_graphs import identity, model_of, value
@@ -26,7 +25,7 @@ NEWEST = onnx.defs.onnx_opset_version()
 WITHOUT_ONNX = """
     import sys
     from aionn.engines.onnxruntime import OnnxRuntimeEngine
-    from aionn.graph import gather_tables
+    from aionn.graph.support import gather_tables
     from aionn.hal import CompileOptions, Model, Operand, OperandType, Operation
 
     operand = Operand(OperandType.FLOAT32, (2,))

@@ -24,7 +24,7 @@ from aionn.caching.state import device_database
 from aionn.caching.store.index import Index
 from aionn.caching.token import KeyParts, decode_parts, encode_parts, encoded_keys
 from aionn.errors import CallerError, CompilationError, MemoryAllocationError
-from aionn.graph import read_onnx
+from aionn.graph.reading import read_onnx
 from aionn.hal.engine import Artifact
 from aionn.hal.interfaces import CacheHandles
 from aionn.hal.types import CacheFiles, ExecutionPreference, IMemory, Priority

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from onnx import ModelProto, TensorProto, helper
 
 import aionn
-from aionn.graph import resolve_shapes
+from aionn.graph.shapes import resolve_shapes
 from aionn.runtime.executing.recurrent import RecurrentSteps, Step
 from tests.engines.onnx_graphs import model_of, value
 from tests.leaks import driver_pids, leak_check

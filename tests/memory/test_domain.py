@@ -19,7 +19,11 @@ from numpy.typing import NDArray
 
 from aionn.errors import CallerError, ExecutionError, MemoryAllocationError
 from aionn.hal import BufferDesc, BufferRole, DataLocation, ErrorStatus, Operand, OperandType, RequestArgument
-from aionn.memory import BufferUse, DeviceBuffer, DeviceBuffers, ModelInfo, combine_dimensions, reserve
+from aionn.memory.buffer_use import BufferUse
+from aionn.memory.device_buffer import DeviceBuffer
+from aionn.memory.device_buffers import DeviceBuffers
+from aionn.memory.domain import ModelInfo, combine_dimensions
+from aionn.memory.region import reserve
 
 TYPES = [OperandType.FLOAT32, OperandType.FLOAT16, OperandType.UINT8, OperandType.INT8]
 DIMS = (1, 32, 32, 8)

@@ -12,8 +12,9 @@ import pytest
 
 from aionn.errors import CallerError, MemoryAllocationError
 from aionn.hal import MemoryKind, Operand, OperandType
-from aionn.memory import Access, HardwareBuffer, Memory, PlaneLayout, Region
-from aionn.memory.hardware_buffer import ImageFormat, TensorLayout
+from aionn.memory.hardware_buffer import HardwareBuffer, ImageFormat, PlaneLayout, TensorLayout
+from aionn.memory.memory import Memory
+from aionn.memory.region import Access, Region
 from tests.leaks import leak_check
 
 UINT8 = OperandType.UINT8

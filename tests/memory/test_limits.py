@@ -200,7 +200,7 @@ ASK = """
 import fcntl, os, resource, sys
 from aionn.errors import MemoryAllocationError
 from aionn.hal import MemoryDescription, MemoryKind
-from aionn.memory import MappingError, Region
+from aionn.memory.region import MappingError, Region
 MIB = 2**20
 
 def refused(size):

@@ -12,7 +12,9 @@ import pytest
 
 from aionn.errors import CallerError, ExecutionError
 from aionn.hal import Constant, DataLocation, IMemory, MemoryDescription, MemoryKind, Model, Operand, OperandType
-from aionn.memory import Access, HardwareBuffer, Memory, Region
+from aionn.memory.hardware_buffer import HardwareBuffer
+from aionn.memory.memory import Memory
+from aionn.memory.region import Access, Region
 from tests.leaks import leak_check
 
 pytestmark = pytest.mark.anyio

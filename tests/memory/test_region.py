@@ -16,7 +16,7 @@ import pytest
 
 from aionn.errors import AionnError, CallerError, MemoryAllocationError
 from aionn.hal import ErrorStatus, MemoryDescription, MemoryKind
-from aionn.memory import Access, MappingError, Region, attach_all, reserve
+from aionn.memory.region import Access, MappingError, Region, attach_all, reserve
 from tests.leaks import leak_check
 
 PAGE = mmap.PAGESIZE

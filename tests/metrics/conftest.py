@@ -9,7 +9,8 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 import aionn.metrics
-from aionn.pages import AppPage, close_page, find_page, open_page
+from aionn.pages.app_page import AppPage, close_page, open_page
+from aionn.pages.finding import find_page
 
 
 @pytest.fixture

@@ -23,7 +23,10 @@ from prometheus_client import CollectorRegistry, generate_latest
 import aionn
 import aionn.metrics
 from aionn.errors import CallerError
-from aionn.pages import AppPage, Kind, app_layout, close_page, find_page, open_page
+from aionn.pages import app_layout
+from aionn.pages.app_layout import Kind
+from aionn.pages.app_page import AppPage, close_page, open_page
+from aionn.pages.finding import find_page
 from aionn.pages.measures import MEASURES
 from aionn.testing import identity_model
 from tests.metrics.samples import families, scrape, value, values

@@ -20,7 +20,7 @@ import pytest
 from aionn.cli.metrics import address, print_metrics, serve_metrics
 from aionn.cli.printing import NotDoneError, UsageError
 from aionn.metrics import AllRuntimes
-from aionn.pages import find_page
+from aionn.pages.finding import find_page
 from tests.leaks import leak_check
 from tests.metrics.samples import families, value, values
 from tests.metrics.workers import SERVER, WRITER, Worker
@@ -125,7 +125,7 @@ def test_a_page_that_closes_and_another_one_of_the_same_process_count_once_each(
 
 FORKING = """
 import os, sys, time
-from aionn.pages import Kind, app_layout, open_page
+from aionn.pages.app_layout import Kind; from aionn.pages import app_layout; from aionn.pages.app_page import open_page
 page = open_page()
 burst = page.slot(Kind.BURST, "detector", "reference", "first", "", sys.argv[1])
 burst.add(app_layout.COMPUTED, 5)

@@ -12,8 +12,10 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import Metric
 
 from aionn.caching.outcomes import MissReason
-from aionn.pages import AppPage, Kind, app_layout
+from aionn.pages import app_layout
 from aionn.pages._page import BurstSlot, bucket_of
+from aionn.pages.app_layout import Kind
+from aionn.pages.app_page import AppPage
 from aionn.pages.measures import MEASURES, MOST_NAMES, MOST_SERIES, OCTAVE_EDGES_S, Names, Sums, octaves, seconds_in
 from tests.metrics.samples import families, scrape, value, values
 

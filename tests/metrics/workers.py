@@ -10,7 +10,7 @@ from pathlib import Path
 # Counts on a page without a runtime, so it starts at once. `N` counts N executions, `close` closes the page and opens another one.
 WRITER = """
 import sys
-from aionn.pages import Kind, app_layout, close_page, open_page
+from aionn.pages.app_layout import Kind; from aionn.pages import app_layout; from aionn.pages.app_page import close_page, open_page
 
 def begin():
     global page, runtime

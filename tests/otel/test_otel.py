@@ -26,7 +26,7 @@ from opentelemetry.trace import get_current_span
 import aionn
 import aionn.otel
 from aionn import trace
-from aionn.pages import find_page
+from aionn.pages.finding import find_page
 from aionn.testing import FakeDevice, identity_model
 from tests.leaks import driver_pids
 from tests.stopping import kill_under

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from aionn.pages import AppPage, FoundPage, close_page, find_page, open_page
+from aionn.pages.app_page import AppPage, close_page, open_page
+from aionn.pages.finding import FoundPage, find_page
 
 
 @pytest.fixture

@@ -9,23 +9,12 @@ from importlib.metadata import version
 
 import pytest
 
-from aionn.pages import (
-    COUNTERS,
-    AppPage,
-    FoundPage,
-    Kind,
-    PageView,
-    Slot,
-    _page,
-    app_layout,
-    close_page,
-    find_page,
-    layout,
-    open_page,
-    private_slot,
-)
+from aionn.pages import _page, app_layout, layout
 from aionn.pages._page import BurstSlot, bucket_of
-from aionn.pages.app_layout import TraceKind
+from aionn.pages.app_layout import COUNTERS, Kind, PageView, TraceKind
+from aionn.pages.app_page import AppPage, close_page, open_page
+from aionn.pages.finding import FoundPage, find_page
+from aionn.pages.page import Slot, private_slot
 
 
 def look(found: FoundPage) -> PageView:

@@ -8,9 +8,11 @@ import os
 import numpy as np
 import pytest
 
-from aionn.pages import AppPage, FoundPage, Kind, PageView, app_layout, close_page, find_page, open_page
+from aionn.pages import app_layout
 from aionn.pages._page import BurstSlot, bucket_of
-from aionn.pages.app_layout import AGES, ANSWERED, COMPUTED, LOST, SENT
+from aionn.pages.app_layout import AGES, ANSWERED, COMPUTED, LOST, SENT, Kind, PageView
+from aionn.pages.app_page import AppPage, close_page, open_page
+from aionn.pages.finding import FoundPage, find_page
 
 
 def look(found: FoundPage) -> PageView:

@@ -12,14 +12,16 @@ from collections.abc import Callable
 
 import pytest
 
-from aionn.pages import COUNTERS, FoundPage, Kind, TraceReader, app_layout, close_page, find_page, find_pages, layout, open_page, tracing
+from aionn.pages import app_layout, layout
 from aionn.pages._page import snapshot
-from aionn.pages.app_page import AppPage
+from aionn.pages.app_layout import COUNTERS, Kind
+from aionn.pages.app_page import AppPage, close_page, open_page
+from aionn.pages.finding import FoundPage, TraceReader, find_page, find_pages, tracing
 from tests.pages.processes import memfds, program
 
 WRITER = """
 import sys, threading
-from aionn.pages import Kind, app_layout, open_page
+from aionn.pages.app_layout import Kind; from aionn.pages import app_layout; from aionn.pages.app_page import open_page
 page = open_page()
 runtime = page.slot(Kind.RUNTIME, "writer")
 bursts = [page.slot(Kind.BURST, "x" * 60, "y" * 60, parent=runtime) for _ in range(8)]
@@ -44,7 +46,7 @@ sys.stdin.readline()
 
 IDLE = """
 import sys
-from aionn.pages import Kind, open_page
+from aionn.pages.app_layout import Kind; from aionn.pages.app_page import open_page
 page = open_page()
 burst = page.slot(Kind.BURST, "idle")
 print("ready", flush=True)
@@ -54,7 +56,7 @@ for line in sys.stdin:
 
 READER = """
 import sys
-from aionn.pages import TraceReader, find_page, tracing
+from aionn.pages.finding import TraceReader, find_page, tracing
 import time
 with find_page(int(sys.argv[1])) as page, tracing(page, time.monotonic_ns() + 60_000_000_000), TraceReader(page) as records:
     print("ready", flush=True)

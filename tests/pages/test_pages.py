@@ -10,8 +10,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from aionn.pages import DriverPage, LayoutError, PageReader, layout, private_slot
+from aionn.pages import layout
 from aionn.pages._page import Slot, bucket_of
+from aionn.pages.layout import LayoutError
+from aionn.pages.page import DriverPage, PageReader, private_slot
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from aionn.pages import start_time_of
+from aionn.pages.page import start_time_of
 from aionn.pages.process_use import driver_device, own_pid_of, stat_of, status_of, use_of
 
 WAITING = "import sys; print(flush=True); sys.stdin.read()"

@@ -8,15 +8,18 @@ import time
 
 import pytest
 
-from aionn.pages import AppPage, FoundPage, TraceKind, TraceReader, app_layout, find_page, layout, tracing
+from aionn.pages import app_layout, layout
 from aionn.pages._page import Trace
+from aionn.pages.app_layout import TraceKind
+from aionn.pages.app_page import AppPage
+from aionn.pages.finding import FoundPage, TraceReader, find_page, tracing
 from tests.pages.processes import program
 
 FAR = 3600 * 10**9
 
 WRITER = """
 import sys, time
-from aionn.pages import open_page
+from aionn.pages.app_page import open_page
 page = open_page()
 print("ready", flush=True)
 number = 0
@@ -61,7 +64,7 @@ def test_nothing_is_made_or_written_while_nobody_asks(page: AppPage, found: Foun
 def test_a_tracer_that_is_killed_asks_no_longer_than_it_said(page: AppPage, found: FoundPage) -> None:
     tracer = """
 import sys, time
-from aionn.pages import find_page, tracing
+from aionn.pages.finding import find_page, tracing
 with find_page(int(sys.argv[1])) as page, tracing(page, int(sys.argv[2])):
     print("ready", flush=True)
     sys.stdin.readline()

@@ -17,7 +17,7 @@ from onnx import TensorProto, helper
 from aionn.driver import find_engine
 from aionn.errors import AionnError, CallerError, ExecutionError
 from aionn.hal import ErrorStatus, MemoryDescription, MemoryKind, PrepareOptions, Result
-from aionn.memory import Region
+from aionn.memory.region import Region
 from aionn.remote import value_calls
 from aionn.remote.control import ExecutedValues, ExecuteValues
 from tests.leaks import Inventory

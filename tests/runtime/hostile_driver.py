@@ -24,8 +24,8 @@ from aionn.fmq import MessageQueue
 from aionn.hal import CacheFiles, DeviceType, ErrorStatus, MQDescriptor, Operand, OperandType, OutputShape, Result, Timing
 from aionn.hal.queues import MQFlavor
 from aionn.hal.types import UNKNOWN_TIME_US
-from aionn.pages import DriverPage
 from aionn.pages.layout import PAGE_BYTES
+from aionn.pages.page import DriverPage
 from aionn.remote import control
 from aionn.remote.control import HEADER, PROTOCOL, Call, Ready, Reply, encode
 

@@ -17,7 +17,7 @@ from onnx import helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
 from aionn.engines.reference import ReferenceExecutable
-from aionn.graph import embed_constants
+from aionn.graph.constants import embed_constants
 from aionn.hal import Artifact, CompileOptions, DeviceType, Executable, ExecutionReport, Model
 from aionn.testing import FakeDevice
 from aionn.testing.fake_engine import VARIABLE, FakeEngine

@@ -12,7 +12,8 @@ import pytest
 from numpy.typing import NDArray
 
 import aionn
-from aionn.pages import FoundPage, Kind, SlotView, find_page
+from aionn.pages.app_layout import Kind, SlotView
+from aionn.pages.finding import FoundPage, find_page
 from aionn.testing import FakeDevice, identity_model
 from tests.runtime.values_models import linear_classifier
 from tests.stopping import kill_under

@@ -17,7 +17,7 @@ from onnx import ModelProto, TensorProto, helper, numpy_helper
 
 import aionn
 from aionn.caching.outcomes import CacheOutcomeKind
-from aionn.graph import constant_arrays
+from aionn.graph.arrays import constant_arrays
 from aionn.hal import CONSTANT_COPY_BYTES
 from tests.engines.onnx_graphs import body, model_of, value
 

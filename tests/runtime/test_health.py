@@ -22,7 +22,9 @@ import numpy as np
 import pytest
 
 import aionn
-from aionn.pages import Activity, Kind, find_page
+from aionn.pages.app_layout import Kind
+from aionn.pages.finding import find_page
+from aionn.pages.layout import Activity
 from aionn.runtime import checkup
 from aionn.runtime.health import CompilationHealth
 from aionn.runtime.processes import liveness

@@ -17,7 +17,7 @@ import pytest
 
 import aionn
 from aionn.errors import CallerError, DriverDiedError
-from aionn.graph import constant_arrays
+from aionn.graph.arrays import constant_arrays
 from aionn.hal.model import known_token
 from tests.leaks import driver_pids, ended
 from tests.runtime.test_loaded_models import KINDS, N, Reads, floats, inside

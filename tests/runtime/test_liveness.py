@@ -20,7 +20,8 @@ import pytest
 from numpy.typing import NDArray
 
 import aionn
-from aionn.pages import BEAT_S, Activity, ShownExecution
+from aionn.pages.layout import Activity, ShownExecution
+from aionn.pages.page import BEAT_S
 from aionn.runtime.processes.devices import Device
 from aionn.runtime.processes.liveness import Evidence, Hang, Judge, Witness
 from aionn.testing import FakeDevice, identity_model

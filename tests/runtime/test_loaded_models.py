@@ -30,9 +30,11 @@ from aionn.caching.manifest import Manifest, decode_manifest, encode_manifest
 from aionn.caching.outcomes import CacheOutcomeKind, MissReason
 from aionn.errors import AionnError, CallerError
 from aionn.file_ranges import FileRange, StoppedError, digest_ranges
-from aionn.graph import changeable_contents, constant_arrays, digest, files, wire
+from aionn.graph import digest, files, wire
+from aionn.graph.arrays import constant_arrays
 from aionn.graph.checking import CONSTANT_TYPES
 from aionn.graph.files import Beside, GivenBytes
+from aionn.graph.unchanged import changeable_contents
 from aionn.graph.wire import Survey, survey
 from aionn.hal.model import known_contents, known_token, may_change
 from tests.engines.onnx_graphs import model_of, value

@@ -12,7 +12,7 @@ import pytest
 from onnx import TensorProto
 
 from aionn.errors import CallerError, CompilationError
-from aionn.graph import constant_arrays
+from aionn.graph.arrays import constant_arrays
 from aionn.hal import OperandType
 from aionn.runtime.model import Model
 from tests.engines.onnx_graphs import identity, matmul, weights

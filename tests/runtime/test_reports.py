@@ -16,7 +16,8 @@ import pytest
 import aionn
 from aionn.caching.store import CacheStore
 from aionn.events import CompileStep, DriverEnded
-from aionn.pages import FoundPage, Kind, SlotView, find_page
+from aionn.pages.app_layout import Kind, SlotView
+from aionn.pages.finding import FoundPage, find_page
 from aionn.testing import FakeDevice, identity_model
 
 pytestmark = pytest.mark.anyio

@@ -19,7 +19,9 @@ import pytest
 from numpy.typing import NDArray
 
 import aionn
-from aionn.pages import BEAT_S, FoundPage, Kind, PageView, SlotView, find_page, find_pages
+from aionn.pages.app_layout import Kind, PageView, SlotView
+from aionn.pages.finding import FoundPage, find_page, find_pages
+from aionn.pages.page import BEAT_S
 from aionn.testing import FakeDevice, identity_model
 from tests.leaks import driver_pids, leak_check
 from tests.pages.processes import memfds

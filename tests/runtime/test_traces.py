@@ -24,8 +24,10 @@ import pytest
 
 import aionn
 from aionn import trace
-from aionn.pages import AppPage, collecting, find_page, tracing
+from aionn.pages import collecting
 from aionn.pages.app_layout import TRACE_RECORDS
+from aionn.pages.app_page import AppPage
+from aionn.pages.finding import find_page, tracing
 from aionn.testing import FakeDevice, identity_model
 from tests.trace_format import FormatError, check, read
 

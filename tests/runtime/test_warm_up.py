@@ -11,7 +11,8 @@ import pytest
 from onnx import TensorProto, helper
 
 import aionn
-from aionn.pages import Kind, SlotView, find_page
+from aionn.pages.app_layout import Kind, SlotView
+from aionn.pages.finding import find_page
 from aionn.testing import FakeDevice, identity_model
 from tests.runtime.planned_models import chain
 

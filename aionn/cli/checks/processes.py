@@ -10,8 +10,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from aionn.cli.checks.row import Row, fail, ok, warn
-from aionn.pages import find_headers, start_time_of
+from aionn.pages.finding import find_headers
 from aionn.pages.layout import RELEASE, VERSION
+from aionn.pages.page import start_time_of
 from aionn.pages.process_use import own_pid_of, status_of
 from aionn.runtime.processes.surroundings import APP_PID
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from aionn.errors import AionnError, CallerError, DeadlineError, ExecutionError, OutputInsufficientSizeError, refuse_coroutine
 from aionn.escapes import escaped
-from aionn.graph import resolve_shapes
+from aionn.graph.shapes import resolve_shapes
 from aionn.hal.model import Model
 from aionn.hal.types import ErrorStatus, Operand, OutputShape, Result
 from aionn.hal.values import default_of, outside_frames

@@ -8,8 +8,8 @@ from __future__ import annotations
 from weakref import WeakSet
 
 from aionn.errors import CallerError, DeadlineError, DriverDiedError, DriverHungError, ExecutionError, MemoryAllocationError
-from aionn.pages import BurstSlot, Kind
-from aionn.pages.app_layout import DIED, HUNG, LATE, REFUSED
+from aionn.pages.app_layout import DIED, HUNG, LATE, REFUSED, Kind
+from aionn.pages.app_page import BurstSlot
 from aionn.runtime.reports import Reports
 
 _ENDS: tuple[tuple[type[BaseException] | tuple[type[BaseException], ...], int], ...] = (

@@ -202,7 +202,7 @@ def failed_dependency(event: Event | None, number: int) -> ExecutionError:
 
 
 def _status_of(error: BaseException) -> ErrorStatus:
-    from aionn.burst import result_of
+    from aionn.burst.executors import result_of
     from aionn.errors import DeadlineError
 
     if isinstance(error, DeadlineError):

@@ -33,8 +33,8 @@ from aionn.hal.options import CallOptions
 from aionn.hal.types import ErrorStatus, Request, Result
 from aionn.memory.pool import Frame, FramePool, FramesInFlightError
 from aionn.memory.region import Region
-from aionn.pages import BurstSlot, private_counts
 from aionn.pages.app_layout import COMPUTED, COPIED_BYTES, FAILED, FELL_BACK
+from aionn.pages.app_page import BurstSlot, private_counts
 from aionn.remote.handles import RemoteBuffer
 from aionn.runtime.executing.arguments import Arguments, failure_of
 from aionn.runtime.executing.counted import Shown, count_end

@@ -23,13 +23,14 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from aionn import trace
-from aionn.burst import DATUM_BYTES, ExecutionBurstController, PoolReference, encode_request_body, enough_datums
+from aionn.burst.controller import ExecutionBurstController
+from aionn.burst.packets import DATUM_BYTES, PoolReference, encode_request_body, enough_datums
 from aionn.errors import AionnError, CallerError
 from aionn.fmq import SOON, MessageQueue
 from aionn.hal.types import Request, Result
 from aionn.memory.pool import Frame
-from aionn.pages import BurstSlot, private_counts
 from aionn.pages.app_layout import DRIVER_BUSY_NS
+from aionn.pages.app_page import BurstSlot, private_counts
 from aionn.remote.device import RemotePreparedModel
 from aionn.remote.handles import RemoteBuffer, RemoteBurstContext
 from aionn.runtime.executing.execution import Execution

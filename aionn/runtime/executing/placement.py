@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from aionn.burst import PoolReference
+from aionn.burst.packets import PoolReference
 from aionn.errors import CallerError, DeviceMemoryLostError, DriverDiedError, refuse_coroutine
 from aionn.hal.model import Model
 from aionn.hal.types import DataLocation, ErrorStatus, Operand, Request, RequestArgument, Result

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from aionn.burst import PoolReference
+from aionn.burst.packets import PoolReference
 from aionn.errors import DeviceMemoryLostError, DriverDiedError
 from aionn.hal.types import DataLocation, ErrorStatus, Request, RequestArgument, Result
 from aionn.memory.pool import Frame, FramePool, FramesInFlightError

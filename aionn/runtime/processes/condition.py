@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from aionn.pages import Activity
+from aionn.pages.layout import Activity
 from aionn.runtime.health import DeviceHealth
 from aionn.runtime.processes.process import DriverProcess
 from aionn.runtime.processes.restarts import Restarts

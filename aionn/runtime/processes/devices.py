@@ -21,7 +21,7 @@ from aionn.engines.installed import Homes, not_installed
 from aionn.errors import AionnError, CallerError, DeviceUnavailableError, DriverDiedError, DriverHungError
 from aionn.hal.options import is_unicode
 from aionn.hal.types import CacheFiles, DeviceType, Priority
-from aionn.pages import Activity
+from aionn.pages.layout import Activity
 from aionn.remote.device import RemoteDevice
 from aionn.runtime.health import DeviceHealth
 from aionn.runtime.logs import about

@@ -26,7 +26,8 @@ from collections.abc import Callable
 import anyio
 import msgspec
 
-from aionn.pages import BEAT_S, Activity, PageReader, ShownExecution, start_time_of
+from aionn.pages.layout import Activity, ShownExecution
+from aionn.pages.page import BEAT_S, PageReader, start_time_of
 
 _LONGEST_TICK_S = 1.0
 _TICKS = 5

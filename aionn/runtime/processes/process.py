@@ -23,7 +23,9 @@ import anyio
 from aionn import trace
 from aionn.errors import AionnError, CallerError, DeviceUnavailableError, DriverDiedError, DriverHungError, again
 from aionn.hal.types import DeviceType
-from aionn.pages import Activity, LayoutError, PageReader, traced_until_ns
+from aionn.pages.app_page import traced_until_ns
+from aionn.pages.layout import Activity, LayoutError
+from aionn.pages.page import PageReader
 from aionn.remote.channel import Descriptors
 from aionn.remote.connection import Connection
 from aionn.remote.control import PROTOCOL, STACKS_SIGNAL, CallBody, ControlError, LogLine, Ready, Refused

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from aionn.graph import resolve_shapes
+from aionn.graph.shapes import resolve_shapes
 from aionn.graph.steps import lay_out
 from aionn.memo import Memo
 from aionn.memory.region import PAGE_BYTES, Region

@@ -16,8 +16,7 @@ from types import TracebackType
 from typing import Any
 
 from aionn import trace
-from aionn.burst import ExecutionBurstController
-from aionn.burst.controller import Sent
+from aionn.burst.controller import ExecutionBurstController, Sent
 from aionn.errors import CallerError, MemoryAllocationError
 from aionn.hal.options import CallOptions
 from aionn.hal.types import ErrorStatus, Result

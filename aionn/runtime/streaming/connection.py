@@ -20,12 +20,11 @@ from typing import TYPE_CHECKING, Any
 import anyio
 
 from aionn import trace
-from aionn.burst import enough_datums
+from aionn.burst.packets import enough_datums
 from aionn.errors import AionnError, CallerError, DeadlineError, again
 from aionn.hal.types import ExecutionPreference
 from aionn.memory.pool import Frame, FramePool
-from aionn.pages import Kind
-from aionn.pages.app_layout import CONNECTIONS, SENT
+from aionn.pages.app_layout import CONNECTIONS, SENT, Kind
 from aionn.runtime.executing.arguments import Arguments
 from aionn.runtime.executing.counted import Shown
 from aionn.runtime.executing.execution import Channel, Executor, FallsBack

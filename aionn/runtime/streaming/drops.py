@@ -10,8 +10,8 @@ import weakref
 from collections import Counter
 
 from aionn.events import DropsSummary
-from aionn.pages import BurstSlot
 from aionn.pages.app_layout import ANSWERED, DROPPED
+from aionn.pages.app_page import BurstSlot
 from aionn.runtime.progress import CompilationReports
 from aionn.runtime.reports import Reports
 
