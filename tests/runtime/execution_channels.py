@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
 import aionn
-from aionn.pages import Kind, find_page
+from aionn.pages.app_layout import Kind
+from aionn.pages.finding import find_page
 from aionn.testing import FakeDevice
 from aionn.testing.fake_engine import FakeEngine
 from tests.runtime.gated_engines import NEWER, GatedEngine, GatedLeft, GatedRight, Runs, rows_of
