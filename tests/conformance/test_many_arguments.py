@@ -10,7 +10,7 @@ import pytest
 
 import aionn
 from aionn.errors import CallerError
-from aionn.runtime.streaming import connection
+from aionn.runtime.executing import link
 from aionn.testing.models import identity_model
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("both_ways")]
@@ -69,9 +69,8 @@ async def test_a_queue_that_is_too_small_for_one_request_is_named_in_one_sentenc
     async with aionn.Runtime() as runtime:
         compilation = await runtime.compile(model, devices=("onnxruntime",))
         with monkeypatch.context() as patch:
-            patch.setattr(connection, "enough_datums", lambda operands: 1024)
-            small = compilation.burst()
-        async with small as burst:
-            with pytest.raises(CallerError, match=r"has 9004 datums, but the burst's queue holds 1024; .*make the queues larger"):
-                await burst.compute(INPUTS)
+            patch.setattr(link, "enough_datums", lambda operands: 1024)
+            async with compilation.burst() as burst:
+                with pytest.raises(CallerError, match=r"has 9004 datums, but the burst's queue holds 1024; .*make the queues larger"):
+                    await burst.compute(INPUTS)
         check(await compilation.compute(INPUTS))

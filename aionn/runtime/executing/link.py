@@ -56,7 +56,6 @@ class LinkOptions(msgspec.Struct, frozen=True):
 
     Attributes:
         depth: so many requests may be in flight at once.
-        queue_capacity: datums per queue.
         low_power: whether the app's end never stays awake while it waits.
         patience_s: the driver is asked about a request that is unanswered for longer.
         anticipate: whether the driver may run the model shortly before it expects a request.
@@ -64,7 +63,6 @@ class LinkOptions(msgspec.Struct, frozen=True):
     """
 
     depth: int
-    queue_capacity: int
     low_power: bool
     patience_s: float
     anticipate: bool = False
@@ -337,7 +335,7 @@ async def _close_context(context: RemoteBurstContext) -> None:
 
 async def _part(prepared: RemotePreparedModel, frames: Frames, options: LinkOptions, counts: BurstSlot) -> Part:
     """Connect to the driver of a prepared model, with queues that suit it."""
-    capacity = max(options.queue_capacity, enough_datums((*prepared.inputs.values(), *prepared.outputs.values())))
+    capacity = enough_datums((*prepared.inputs.values(), *prepared.outputs.values()))
     requests = MessageQueue.create(DATUM_BYTES, capacity)
     try:
         results = MessageQueue.create(DATUM_BYTES, capacity)

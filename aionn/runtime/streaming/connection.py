@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 import anyio
 
 from aionn import trace
-from aionn.burst.packets import enough_datums
 from aionn.errors import AionnError, CallerError, DeadlineError, again
 from aionn.hal.types import ExecutionPreference
 from aionn.memory.pool import Frame, FramePool
@@ -314,11 +313,9 @@ class Connections:
 
         `name`: of a burst of the app, perhaps empty. None for the burst behind `Compilation.compute`.
         """
-        model = self.renewal.model
-        queue_capacity = enough_datums((*model.inputs.values(), *model.outputs.values()))
         low_power = self.renewal.request.options.preference is ExecutionPreference.LOW_POWER
         patience_s = (self.renewal.session.devices.settings.hang_s or DEFAULT_HANG_S) + _AFTER_A_VERDICT_S
-        options = LinkOptions(depth, queue_capacity, low_power, patience_s, anticipate, name or "")
+        options = LinkOptions(depth, low_power, patience_s, anticipate, name or "")
         connection = BurstConnection(
             self.renewal, self.executor(depth + 1, Kind.SINGLE if name is None else Kind.BURST, name or ""), options
         )
