@@ -203,3 +203,33 @@ async def test_a_burst_that_outlives_its_compilation_keeps_working_until_then(fa
         np.testing.assert_array_equal(view, X["x"])
         del view
         assert burst._connection.executor.frames.count() == {"frames": 0, "free_frames": 0, "pinned_frames": 0, "shared_bytes": 0}
+
+
+async def test_a_request_whose_caller_has_left_keeps_no_dropped_burst(fake: FakeDevice) -> None:
+    """A driver that hangs may answer late. Until then its request holds the frame, and nothing of the app's."""
+    async with leak_check():
+        app = await made(fake)
+        burst: aionn.Burst | None = await app.made.burst().__aenter__()
+        assert burst is not None
+        fake.hang()
+        left: list[bool] = []
+
+        async def call(burst: aionn.Burst) -> None:
+            try:
+                await burst.compute(X)
+            except asyncio.CancelledError:
+                left.append(True)
+
+        task = asyncio.get_running_loop().create_task(call(burst))
+        await fake.heard("run")
+        connection = weakref.ref(burst._connection)
+        task.cancel()
+        await task
+        assert left == [True]
+        assert burst.statistics()["in_flight"] == 1
+        burst = None
+        del task
+        app.drop()
+        assert connection() is None
+        fake.behave()
+        await app.runtime.aclose()

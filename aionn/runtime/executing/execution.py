@@ -167,13 +167,13 @@ class Execution:
 
     Attributes:
         call: as it was asked for, with defaults.
-        channel: that it was sent over. layout, frame, placement: where its arguments lie. placing: whether some do not lie in the frame.
+        channel: that it was sent over, if it was. layout, frame, placement: where its arguments lie. placing: whether some do not lie in
+            the frame.
         state: see `transitions`. result: the answer. failed: the answer that is an error, if one came.
     """
 
     __slots__ = ("_room", "_route", "call", "channel", "executor", "failed", "frame", "layout", "placement", "placing", "result", "state")
 
-    channel: Channel
     layout: FrameLayout
 
     def __init__(self, executor: Executor, route: Route, call: Call) -> None:
@@ -181,6 +181,7 @@ class Execution:
         self._route = route
         self.call = call.completed(executor.arguments) if executor.arguments.defaults and call.own is None else call
         self.placing = self.call.placing
+        self.channel: Channel | None = None
         self.state = State.WAITING
         self.frame: Frame | None = None
         self.placement: Placement | None = None
@@ -227,7 +228,7 @@ class Execution:
         finally:
             spare.give_back()
             if self.state is not State.SETTLED:
-                self._act(Act.SETTLE)
+                self._settle()
 
     async def _run_once(self, spare: Spare) -> Outputs | None:
         """Run once. Returns None if there was too little room, or no frame was free."""
@@ -271,18 +272,19 @@ class Execution:
         """Report an answer that is an error. Returns what it means to the caller."""
         self.failed = result = self.result
         assert result is not None
+        assert self.channel is not None
         if self.placing:
             return await self.executor.placed_failure(self.channel.serving, result, self.call)
         return self.executor.failure(self.channel.serving, result, self.call.inputs)
 
     async def _fall_back(self, error: ExecutionError) -> Outputs | None:
         """Run the call elsewhere after an answer that is an error, where that is allowed. Returns None if it is not, or fails too."""
-        executor, result = self.executor, self.failed
-        if executor.fallback is None or result is None or isinstance(error, OutputInsufficientSizeError):
+        executor, result, channel = self.executor, self.failed, self.channel
+        if executor.fallback is None or result is None or channel is None or isinstance(error, OutputInsufficientSizeError):
             return None
         if self.state is not State.SETTLED:
             self._act(Act.SETTLE)  # nothing is lent during the second try
-        outputs = await executor.fallback(self.channel.serving, error, result, self.call)
+        outputs = await executor.fallback(channel.serving, error, result, self.call)
         executor.counts.add(FELL_BACK, outputs is not None)
         return outputs
 
@@ -299,6 +301,13 @@ class Execution:
         placement, self.placement = self.placement, None
         if placement is not None:
             placement.settled(self.result)
+
+    def _settle(self) -> None:
+        """Give the caller its outcome. A driver that still has the request keeps what it may touch, and nothing else, from being freed."""
+        self._act(Act.SETTLE)
+        if self.state is State.LEFT:
+            self.channel = None
+            del self._route, self.call, self.executor
 
     def hold(self, placement: Placement | None, shapes: Mapping[str, tuple[int, ...]], lease: Callable[[FramePool], Frame]) -> None:
         """Take over what was placed, and copy the arrays into a frame.

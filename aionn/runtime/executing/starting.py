@@ -358,8 +358,11 @@ class Started(Execution):
         stop, self._stop = self._stop, None
         if stop is not None:
             stop()
-        self._act(Act.SETTLE)
-        self.call = self.call.with_arguments({}, {})
+        self._settle()
+        if self.state is State.LEFT:
+            del self._starts
+        else:
+            self.call = self.call.with_arguments({}, {})
 
 
 def _lease(pool: FramePool) -> Frame:

@@ -51,8 +51,8 @@ class ValuesExecution(Execution):
         if call.outputs:
             raise CallerError(f"outputs={list(call.outputs)}: this model's outputs are values that compute returns; leave outputs out")
         inputs = _readable(call.inputs)
-        self.channel = await self._route(call.options.deadline_ns)
-        serving = self.channel.serving
+        channel = self.channel = await self._route(call.options.deadline_ns)
+        serving = channel.serving
         prepared = serving.prepared
         assert isinstance(prepared, RemotePreparedModel)  # such a model is never cut
         counted = executor.compiled is not None

@@ -177,7 +177,7 @@ class BurstConnection:
             return None
         return link
 
-    def expect(self, layout: FrameLayout, channel: Channel) -> None:
+    def expect(self, layout: FrameLayout, channel: Channel | None) -> None:
         """Let the next request of the same shapes take the short way, if the last one went over this link.
 
         It must not overtake executions that still pass the gate.
