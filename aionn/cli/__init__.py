@@ -12,8 +12,8 @@
     top          `aionn top`: top_reading, top_figures, top_snapshot, top_tables, top_screen
     bench        `aionn bench`: bench_subjects, bench_rounds, bench_processes, bench_worker, bench_machine, bench_compare
     metrics      `aionn metrics`
-    fleet        `aionn fleet`; its arguments are in fleet_commands
-    ray          `aionn ray`; its arguments are in ray_commands
+    fleet        `aionn fleet`
+    ray          `aionn ray`
     amounts      bytes and times that people type
     printing     tables for people, JSON for programs, sizes and times in words
 
@@ -58,13 +58,16 @@ def _printed_snapshot(given: list[str]) -> bool:
 
     Returns False, having printed nothing, if it asks for something else or the snapshot fails. The general way then explains why.
     """
+    import dataclasses
+    import json
+
     from aionn.cli.top_reading import NotReadableError
-    from aionn.cli.top_snapshot import as_text, is_snapshot, snapshot_json
+    from aionn.cli.top_snapshot import is_snapshot, snapshot
 
     if not is_snapshot(given):
         return False
     try:
-        print(as_text(snapshot_json()), flush=True)
+        print(json.dumps(dataclasses.asdict(snapshot(None, None)), indent=2), flush=True)
     except (NotReadableError, OSError):
         return False
     return True

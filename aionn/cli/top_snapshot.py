@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import os
 import time
-from typing import Any
 
 from aionn.cli.top_figures import Figures, figures
 from aionn.cli.top_reading import read
 
-__all__ = ["as_text", "is_snapshot", "none_open", "not_seen", "snapshot", "snapshot_json"]
+__all__ = ["is_snapshot", "none_open", "not_seen", "snapshot"]
 
 
 def is_snapshot(arguments: list[str]) -> bool:
@@ -33,20 +30,6 @@ def snapshot(pid: int | None, interval_s: float | None) -> Figures:
         return figures(before)
     time.sleep(interval_s)
     return figures(read(pid), before)
-
-
-def snapshot_json(pid: int | None = None, interval_s: float | None = None) -> dict[str, Any]:
-    """Return a snapshot as JSON values.
-
-    Raises:
-        NotReadableError: as `read`.
-    """
-    return dataclasses.asdict(snapshot(pid, interval_s))
-
-
-def as_text(value: dict[str, Any]) -> str:
-    """Return JSON values as `print_json` prints them."""
-    return json.dumps(value, indent=2)
 
 
 def none_open(shown: Figures) -> str:

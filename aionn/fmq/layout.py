@@ -19,7 +19,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterable
 from itertools import pairwise
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -68,8 +68,8 @@ Element: TypeAlias = DTypeLike | type[ctypes.Structure] | int
 """One element: a NumPy dtype (structured ones too), a ctypes.Structure type, or a number of plain bytes."""
 
 
-def element_of(element: Element) -> tuple[int, np.dtype[Any] | None]:
-    """Return the bytes of one element, and its dtype, or None for plain bytes.
+def quantum_of(element: Element) -> int:
+    """Return the bytes of one element.
 
     Raises:
         CallerError: the element is not plain old data, or has no bytes.
@@ -77,7 +77,7 @@ def element_of(element: Element) -> tuple[int, np.dtype[Any] | None]:
     if isinstance(element, int):
         if not 1 <= element <= MAX_REGION_BYTES:
             raise CallerError(f"a queue element of {element} bytes was asked for; give 1 to {MAX_REGION_BYTES}")
-        return element, None
+        return element
     try:
         dtype = np.dtype(element)
     except (TypeError, ValueError) as error:
@@ -86,7 +86,7 @@ def element_of(element: Element) -> tuple[int, np.dtype[Any] | None]:
         raise CallerError(
             f"a queue element of dtype {dtype} ({dtype.itemsize} bytes) was asked for; another process can read plain, non-empty data only"
         )
-    return dtype.itemsize, dtype
+    return dtype.itemsize
 
 
 def grantors_for(quantum: int, capacity: int, *, buffer_apart: bool = False) -> tuple[tuple[GrantorDescriptor, ...], int]:

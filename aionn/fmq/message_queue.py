@@ -25,9 +25,6 @@ from collections.abc import Callable
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
-import numpy as np
-from numpy.typing import NDArray
-
 from aionn.errors import CallerError, DeadlineError, again
 from aionn.fmq import layout
 from aionn.fmq._ring import Ring
@@ -68,13 +65,12 @@ class MessageQueue(Ring):
         writer_fd: the same for the writer.
     """
 
-    def __init__(self, grantors_from: MQDescriptor, regions: list[Region], dtype: np.dtype[Any] | None) -> None:
+    def __init__(self, grantors_from: MQDescriptor, regions: list[Region]) -> None:
         """Take over regions and eventfds of a checked descriptor. Apps call `create` or `attach`."""
         self._closed = True
         self._pid = os.getpid()
         self._regions = regions
         self._descriptor: MQDescriptor | None = grantors_from
-        self._dtype = dtype
         self._ended_by: BaseException | None = None
         self.quantum = grantors_from.quantum
         self.flavor = grantors_from.flavor
@@ -142,7 +138,7 @@ class MessageQueue(Ring):
         owned = [] if buffer_fd is None else [buffer_fd]
         regions: list[Region] = []
         try:
-            quantum, dtype = layout.element_of(element)
+            quantum = layout.quantum_of(element)
             grantors, header_bytes = layout.grantors_for(quantum, capacity, buffer_apart=buffer_fd is not None)
             regions.append(Region.allocate(header_bytes))
             if buffer_fd is not None:
@@ -152,7 +148,7 @@ class MessageQueue(Ring):
             if descriptor.flavor is MQFlavor.SYNCHRONIZED:
                 owned += make_eventfds(layout.EVENT_FDS, header_bytes)
             fds = (*(region.fileno() for region in regions), *owned)
-            queue = cls(MQDescriptor(grantors, quantum, descriptor.flavor, fds), regions, dtype)
+            queue = cls(MQDescriptor(grantors, quantum, descriptor.flavor, fds), regions)
         except BaseException:
             release(regions, owned)
             raise
@@ -178,7 +174,7 @@ class MessageQueue(Ring):
             if len(owned) != len(descriptor.fds):
                 raise CallerError("queue descriptor: a file descriptor stands in it twice; send each once")
             sizes = layout.memory_bytes_of(descriptor)
-            quantum, dtype = layout.element_of(descriptor.quantum if element is None else element)
+            quantum = layout.quantum_of(descriptor.quantum if element is None else element)
             if quantum != descriptor.quantum:
                 raise CallerError(f"queue descriptor: a quantum of {descriptor.quantum} bytes, the expected element has {quantum}")
             for fd in descriptor.fds[len(sizes) :]:
@@ -186,7 +182,7 @@ class MessageQueue(Ring):
             for fd, size_bytes in zip(descriptor.fds, sizes, strict=False):
                 owned.remove(fd)  # the region's from here on
                 regions.append(Region.attach(fd, MemoryDescription(MemoryKind.ASHMEM, size_bytes)))
-            return cls(descriptor, regions, dtype)
+            return cls(descriptor, regions)
         except BaseException:
             release(regions, owned)
             raise
@@ -215,18 +211,7 @@ class MessageQueue(Ring):
             region.inode()  # while the descriptor can still be asked
             region.forget_descriptor()
 
-    # ---- arrays and transactions ----------------------------------------------------------------------------------
-
-    def read_array(self, count: int) -> NDArray[Any] | None:
-        """Take `count` elements as an array of the queue's dtype. Returns None if fewer are there.
-
-        A queue of plain bytes gives uint8 of the shape (count, quantum).
-        """
-        if not 0 <= count <= self.capacity:
-            return None if count > 0 else self._refuse(_BAD_COUNT)
-        array: NDArray[Any] = np.empty(count, np.dtype((np.uint8, (self.quantum,))) if self._dtype is None else self._dtype)
-        # As bytes, because not every dtype can be a buffer (datetime64 cannot).
-        return array if self.read_into(array.reshape(-1).view(np.uint8)) else None
+    # ---- transactions ---------------------------------------------------------------------------------------------
 
     def begin_write(self, count: int) -> tuple[memoryview, memoryview] | None:
         """Return room for `count` elements, in place, as two views. The second one is empty unless the room wraps.

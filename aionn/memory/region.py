@@ -24,7 +24,7 @@ import fcntl
 import mmap
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from enum import Enum
 
 from aionn._mapping import Mapping, give_back
@@ -41,7 +41,7 @@ from aionn.memory.descriptors import (
     reserve_holes,
 )
 
-__all__ = ["PAGE_BYTES", "PROT_READ", "PROT_WRITE", "Access", "MappingError", "Region", "attach_all", "give_back", "reserve"]
+__all__ = ["PAGE_BYTES", "PROT_READ", "PROT_WRITE", "Access", "MappingError", "Region", "give_back", "reserve"]
 
 PAGE_BYTES = mmap.PAGESIZE
 PROT_READ = mmap.PROT_READ
@@ -290,34 +290,6 @@ class Region:
         # Only the model owns its constants, so their descriptor ends with the last reference.
         if getattr(self, "_mapping", None) is not None:
             self.close()
-
-
-def attach_all(fds: Sequence[int], descriptions: Sequence[MemoryDescription], access: Access = Access.WRITE) -> tuple[Region, ...]:
-    """Map all pools of one request, or none. Take over every descriptor, also on failure.
-
-    A pool that its sender calls read-only is mapped for reading, also if `access` is WRITE.
-
-    Raises:
-        CallerError: a description or a descriptor is wrong. All descriptions are checked before any pool is mapped.
-        MappingError, MemoryAllocationError: as `Region.attach`.
-    """
-    left = list(fds)
-    regions: list[Region] = []
-    try:
-        if len(fds) != len(descriptions):
-            raise CallerError(f"{len(fds)} descriptors came with {len(descriptions)} memory descriptions; send one for each memory")
-        for description in descriptions:
-            check_description(description)
-        for description in descriptions:
-            own = Access.READ if access is Access.WRITE and not description.writable else access
-            regions.append(Region.attach(left.pop(0), description, own))
-    except BaseException:
-        for fd in left:
-            _close_quietly(fd)
-        for region in regions:
-            region.close()
-        raise
-    return tuple(regions)
 
 
 def reserve(size_bytes: int) -> memoryview:

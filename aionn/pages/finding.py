@@ -28,7 +28,6 @@ __all__ = [
     "find_drivers",
     "find_headers",
     "find_page",
-    "find_pages",
     "tracing",
 ]
 
@@ -190,18 +189,6 @@ class _Ring:
 
     def close(self) -> None:
         self._mapping.close()
-
-
-def find_pages() -> list[FoundPage]:
-    """Return the pages of all processes that this user may read, each to be closed."""
-    pages = []
-    for name in os.listdir("/proc"):
-        if name.isdigit():
-            with suppress(OSError):  # it ended meanwhile, or belongs to another user
-                page = find_page(int(name))
-                if page is not None:
-                    pages.append(page)
-    return pages
 
 
 def find_drivers(app: FoundPage, known: set[tuple[int, int]]) -> list[FoundPage]:

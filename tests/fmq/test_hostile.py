@@ -255,7 +255,6 @@ def every_use_is_refused(queue: MessageQueue) -> None:
         lambda: queue.write(bytes(8)),
         lambda: queue.read(1),
         lambda: queue.peek(1),
-        lambda: queue.read_array(1),
         lambda: queue.read_into(bytearray(8)),
         lambda: queue.begin_write(1),
         lambda: queue.begin_read(1),

@@ -63,10 +63,10 @@ def test_a_queue_lies_where_the_layout_says() -> None:
 @pytest.mark.parametrize("element", [0, -1, "O", "U0", object, int, [("a", "O")], len, "no such type"], ids=repr)
 def test_what_is_no_plain_data_is_no_element(element: object) -> None:
     if element is int:  # NumPy's int64
-        assert layout.element_of(int)[0] == 8
+        assert layout.quantum_of(int) == 8
         return
     with pytest.raises(CallerError, match="element"):
-        layout.element_of(element)  # type: ignore[arg-type]
+        layout.quantum_of(element)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("capacity", [0, -1, 2**31, 2**64])

@@ -16,7 +16,7 @@ import pytest
 
 from aionn.errors import AionnError, CallerError, MemoryAllocationError
 from aionn.hal import ErrorStatus, MemoryDescription, MemoryKind
-from aionn.memory.region import Access, MappingError, Region, attach_all, reserve
+from aionn.memory.region import Access, MappingError, Region, reserve
 from tests.leaks import leak_check
 
 PAGE = mmap.PAGESIZE
@@ -368,22 +368,6 @@ def test_holes_that_memory_cannot_fill_are_an_error_and_not_the_end() -> None:
         Region.attach(fd, MemoryDescription(MemoryKind.ASHMEM, 2**46))
     assert caught.value.needed_bytes == 2**46
     assert caught.value.available_bytes is not None
-
-
-def test_all_pools_of_a_request_are_mapped_or_none() -> None:
-    good, bad = MemoryDescription(MemoryKind.ASHMEM, PAGE), MemoryDescription(MemoryKind.ASHMEM, 0)
-    regions = attach_all([sealed(PAGE), sealed(PAGE)], [good, MemoryDescription(MemoryKind.ASHMEM, PAGE, writable=False)])
-    assert [region.view().readonly for region in regions] == [False, True]
-    for region in regions:
-        region.close()
-    for fds, descriptions in (
-        ([sealed(PAGE), sealed(PAGE)], [good, bad]),
-        ([sealed(PAGE), pipe_end(), sealed(PAGE)], [good, good, good]),
-        ([sealed(PAGE), sealed(PAGE)], [good]),
-        ([sealed(PAGE)], [good, good]),
-    ):
-        with pytest.raises(CallerError):
-            attach_all(fds, descriptions)
 
 
 def test_allocation_refuses_what_is_no_size() -> None:

@@ -12,11 +12,12 @@ from collections.abc import Callable
 
 import pytest
 
+from aionn.cli import top_reading
 from aionn.pages import app_layout, layout
 from aionn.pages._page import snapshot
 from aionn.pages.app_layout import COUNTERS, Kind
 from aionn.pages.app_page import AppPage, close_page, open_page
-from aionn.pages.finding import FoundPage, TraceReader, find_page, find_pages, tracing
+from aionn.pages.finding import FoundPage, TraceReader, find_page, tracing
 from tests.pages.processes import memfds, program
 
 WRITER = """
@@ -64,6 +65,10 @@ with find_page(int(sys.argv[1])) as page, tracing(page, time.monotonic_ns() + 60
         page.read()
         records.read()
 """
+
+
+def found_pages() -> list[FoundPage]:
+    return top_reading._pages(top_reading._processes())[0]
 
 
 def whole_names_in(copy: bytes) -> set[str]:
@@ -123,7 +128,7 @@ def test_counters_never_fall_and_no_name_is_torn_in_a_million_reads() -> None:
 
 def test_a_page_is_found_by_its_process_and_by_no_other() -> None:
     with program(IDLE) as one, program(IDLE) as other:
-        pages = find_pages()
+        pages = found_pages()
         try:
             found = {page.pid: page for page in pages}
             assert {one.pid, other.pid} <= found.keys()
@@ -229,7 +234,7 @@ def test_a_child_that_has_inherited_the_descriptor_is_not_shown_as_a_second_app(
         with os.scandir(f"/proc/{inherited.pid}/fd") as links:
             assert any(os.readlink(link.path).startswith("/memfd:aionn-stats") for link in links)
         assert find_page(inherited.pid) is None
-        pages = find_pages()
+        pages = found_pages()
         assert [found.pid for found in pages].count(os.getpid()) == 1
         assert inherited.pid not in [found.pid for found in pages]
         for found in pages:

@@ -19,8 +19,9 @@ import pytest
 from numpy.typing import NDArray
 
 import aionn
+from aionn.cli import top_reading
 from aionn.pages.app_layout import Kind, PageView, SlotView
-from aionn.pages.finding import FoundPage, find_page, find_pages
+from aionn.pages.finding import FoundPage, find_page
 from aionn.pages.page import BEAT_S
 from aionn.testing import FakeDevice, identity_model
 from tests.leaks import driver_pids, leak_check
@@ -30,6 +31,10 @@ from tests.stopping import kill_under
 pytestmark = pytest.mark.anyio
 
 COUNTED = ("computed", "failed", "connections", "dropped", "copied_bytes", "driver_busy_ns")
+
+
+def found_pages() -> list[FoundPage]:
+    return top_reading._pages(top_reading._processes())[0]
 
 
 @pytest.fixture
@@ -152,7 +157,7 @@ async def test_two_runtimes_of_a_process_share_a_page_and_the_last_one_closes_it
                     assert [slot.parent for slot in compilations] == [slot.number for slot in runtimes]
                     (burst,) = slots(Kind.SINGLE)
                     assert (burst.counters["computed"], burst.parent) == (1, compilations[1].number)
-                    pages = find_pages()
+                    pages = found_pages()
                     assert {page.pid for page in pages if page.role == "driver"} >= set(driver_pids())
                     assert [page.pid for page in pages].count(os.getpid()) == 1
                     for page in pages:
@@ -243,7 +248,7 @@ def test_another_process_reads_eight_running_bursts() -> None:
 def test_an_app_that_is_killed_leaves_no_page_and_no_driver() -> None:
     process = begin()
     try:
-        drivers = [page for page in find_pages() if page.role == "driver" and _parent(page.pid) == process.pid]
+        drivers = [page for page in found_pages() if page.role == "driver" and _parent(page.pid) == process.pid]
         assert len(drivers) == 1
         assert drivers[0].activity().finished >= 0
         process.send_signal(signal.SIGKILL)
@@ -254,7 +259,7 @@ def test_an_app_that_is_killed_leaves_no_page_and_no_driver() -> None:
             pidfd = os.pidfd_open(drivers[0].pid)
             assert select.select([pidfd], [], [], 20)[0] == [pidfd]
             os.close(pidfd)
-        assert drivers[0].pid not in [page.pid for page in find_pages()]
+        assert drivers[0].pid not in [page.pid for page in found_pages()]
     finally:
         process.kill()
         process.communicate()

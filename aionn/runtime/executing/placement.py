@@ -28,7 +28,6 @@ from aionn.hal.types import DataLocation, ErrorStatus, Operand, Request, Request
 from aionn.memory.domain import full_shape
 from aionn.memory.hardware_buffer import HardwareBuffer
 from aionn.memory.memory import Memory
-from aionn.memory.pool import Frame
 from aionn.memory.region import Access, Region
 from aionn.remote.handles import RemoteBuffer
 from aionn.runtime.executing.device_buffers import lost_with
@@ -120,11 +119,6 @@ class Placement:
                 if index < len(result.output_shapes):  # `outputs_in` rejects an answer with too few shapes
                     state.written(result.output_shapes[index].dimensions)
         self._end(succeeded=succeeded)
-
-    def settled_in(self, frame: Frame, result: Result | None) -> None:
-        """Do the same as `settled`, for a request that has a frame, too."""
-        frame.settled(result)
-        self.settled(result)
 
     def release(self) -> None:
         """Give back what the request would have held: nothing will be sent."""
