@@ -129,12 +129,12 @@ def _session_rival(device: str, path: Path) -> dict[str, Take]:
     return {"onnxruntime session in to_thread": _repeated(lambda: asyncio.to_thread(session))}
 
 
-def _repeated(call: Callable[[], Any], times: int = 3) -> Take:
+def _repeated(call: Callable[[], Any]) -> Take:
     """Return a `Take` for what takes long: a fixed number of repetitions a round, whatever time they take."""
 
     async def take(seconds: float) -> Sequence[int]:
         taken = []
-        for _ in range(times if seconds else 1):
+        for _ in range(3 if seconds else 1):
             began_ns = time.perf_counter_ns()
             await call()
             taken.append(time.perf_counter_ns() - began_ns)

@@ -31,7 +31,7 @@ from aionn.pages.trace_records import NAMED, notes_of
 from aionn.tasks import leave_in_child
 from aionn.trace.events import Counter, Span
 
-__all__ = ["AppPage", "BurstSlot", "close_page", "open_page", "private_counts", "traced_until_ns"]
+__all__ = ["AppPage", "BurstSlot", "close_page", "open_page", "traced_until_ns"]
 
 MOST_MODELS, MOST_BURSTS = 64, 256
 """So many names of models and bursts one runtime may have on the page."""
@@ -251,8 +251,3 @@ def traced_until_ns() -> int:
     """Return until when trace records of this process are wanted, or 0."""
     with _opening:
         return max((page.traced_until_ns for page in _shared), default=0)
-
-
-def private_counts() -> BurstSlot:
-    """Return a slot that no other process sees."""
-    return BurstSlot()

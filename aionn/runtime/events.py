@@ -41,7 +41,7 @@ class EventStream:
         self._waiting: deque[Event] = deque()
         self._news = anyio.Event()
         self.lost = 0
-        events.add(self)
+        events.streams.add(self)
 
     def __aiter__(self) -> EventStream:
         return self
@@ -77,17 +77,13 @@ class Events:
     """Who listens to one runtime.
 
     Attributes:
-        streams: those that live.
+        streams: get all events from now on, as long as they live.
         ended: whether the runtime was closed, so that no event follows.
     """
 
     def __init__(self) -> None:
         self.streams: weakref.WeakSet[EventStream] = weakref.WeakSet()
         self.ended = False
-
-    def add(self, stream: EventStream) -> None:
-        """Give a stream all events from now on, as long as the stream lives."""
-        self.streams.add(stream)
 
     def publish(self, event: Event) -> None:
         """Give an event to all streams."""

@@ -34,7 +34,7 @@ from aionn.hal.types import ErrorStatus, Request, Result
 from aionn.memory.pool import Frame, FramePool, FramesInFlightError
 from aionn.memory.region import Region
 from aionn.pages.app_layout import COMPUTED, COPIED_BYTES, FAILED, FELL_BACK
-from aionn.pages.app_page import BurstSlot, private_counts
+from aionn.pages.app_page import BurstSlot
 from aionn.remote.handles import RemoteBuffer
 from aionn.runtime.executing.arguments import Arguments, failure_of
 from aionn.runtime.executing.counted import Shown, count_end
@@ -88,7 +88,7 @@ class Executor(msgspec.Struct, frozen=True):
     arguments: Arguments
     frames: Frames
     compiled: CompiledModel | None
-    counts: BurstSlot = msgspec.field(default_factory=private_counts)
+    counts: BurstSlot = msgspec.field(default_factory=BurstSlot)
     failures: WeakSet[BaseException] = msgspec.field(default_factory=WeakSet)
     fallback: FallsBack | None = None
     shown: Shown | None = None

@@ -30,7 +30,7 @@ from aionn.fmq import SOON, MessageQueue
 from aionn.hal.types import Request, Result
 from aionn.memory.pool import Frame
 from aionn.pages.app_layout import DRIVER_BUSY_NS
-from aionn.pages.app_page import BurstSlot, private_counts
+from aionn.pages.app_page import BurstSlot
 from aionn.remote.device import RemotePreparedModel
 from aionn.remote.handles import RemoteBuffer, RemoteBurstContext
 from aionn.runtime.executing.execution import Execution
@@ -306,7 +306,7 @@ async def open_link(serving: Serving, compiled: CompiledModel, frames: Frames, o
     parts: list[Part] = []
     try:
         for step in prepared.steps:  # a request counts once
-            parts.append(await _part(step.prepared, frames, options, private_counts() if parts else counts))
+            parts.append(await _part(step.prepared, frames, options, BurstSlot() if parts else counts))
     except BaseException:
         for part in parts:
             part.controller.end(CallerError("the burst could not be opened"))
