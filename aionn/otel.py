@@ -23,7 +23,6 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from functools import partial, wraps
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from aionn import trace
@@ -32,7 +31,7 @@ from aionn.errors import CallerError
 from aionn.pages.app_layout import shown_text
 from aionn.pages.measures import MEASURES, Labels, Measure, Sums
 from aionn.pages.totals import OwnPage, Totals
-from aionn.tasks import checked_count
+from aionn.tasks import ClosedByWith, checked_count
 
 try:
     from opentelemetry import context, metrics
@@ -117,7 +116,7 @@ def instrument(
     )
 
 
-class Instrumentation:
+class Instrumentation(ClosedByWith):
     """What `instrument` has begun. `close` ends it."""
 
     def __init__(
@@ -138,12 +137,6 @@ class Instrumentation:
             ending.callback(readings.close)
             _observe(meter_provider, readings)
             self._ending = ending.pop_all()
-
-    def __enter__(self) -> Instrumentation:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        self.close()
 
     def close(self) -> None:
         """End it: no more spans, and the metrics show nothing. Idempotent."""

@@ -27,6 +27,8 @@ from aionn.errors import CallerError, DeadlineError
 
 if TYPE_CHECKING:
     from concurrent.futures import ThreadPoolExecutor
+    from types import TracebackType
+    from typing import Self
 
     import anyio
     from anyio.abc import TaskGroup
@@ -49,6 +51,27 @@ class AsyncOnly:
 
         def __exit__(self, *_: object) -> None:
             """Python asks for it before it calls `__enter__`."""
+
+
+class ClosedByWith:
+    """An object that `with` and `async with` close when their body ends. Closing never waits."""
+
+    __slots__ = ()
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
 
 
 @contextmanager

@@ -30,13 +30,13 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from blake3 import blake3
 
 from aionn.caching.state import StateFolder, device_database, open_database, private_key, private_state, transaction
 from aionn.errors import CallerError
+from aionn.tasks import ClosedByWith
 
 __all__ = ["BlobCache", "Capacity", "Limits", "Policy", "Victim"]
 
@@ -84,7 +84,7 @@ class Limits:
             raise CallerError(f"blob cache limits {self}: give at least 1 byte for each")
 
 
-class BlobCache:
+class BlobCache(ClosedByWith):
     """A persistent map from bytes to bytes that forgets. Several objects, in several processes, may share one file."""
 
     def __init__(
@@ -200,12 +200,6 @@ class BlobCache:
             if self._database is not None:
                 self._database.close()
                 self._database = None
-
-    def __enter__(self) -> BlobCache:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        self.close()
 
     def _transact(self, act: Callable[[sqlite3.Connection], Any]) -> Any:
         with self._lock:

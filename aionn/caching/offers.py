@@ -15,6 +15,7 @@ from typing import Protocol
 from aionn.hal.interfaces import PrepareOptions
 from aionn.hal.model import Model
 from aionn.hal.types import CacheFiles
+from aionn.tasks import ClosedByWith
 
 __all__ = ["ArtifactRequest", "CompileBackend", "Offered"]
 
@@ -50,7 +51,7 @@ class ArtifactRequest:
     report: Callable[[str], None] = field(default=_ignore_words, compare=False, repr=False)
 
 
-class Offered:
+class Offered(ClosedByWith):
     """An artifact that a backend offers. It owns open files, so its receiver closes it (`with`).
 
     Attributes:
@@ -75,12 +76,6 @@ class Offered:
             self._open = False
             for fd in (*self.model, *self.data):
                 os.close(fd)
-
-    def __enter__(self) -> Offered:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 class CompileBackend(Protocol):

@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +23,7 @@ from aionn.errors import ExecutionError
 from aionn.hal.types import ErrorStatus, Operand
 from aionn.memory.device_buffer import DeviceBuffer
 from aionn.memory.domain import Dimensions
+from aionn.tasks import ClosedByWith
 
 __all__ = ["BufferUse", "ReadyUse"]
 
@@ -31,7 +31,7 @@ _Held = tuple[DeviceBuffer, NDArray[np.uint8], tuple[int, ...]]
 """A buffer, its memory, and the shape of what lies there or is written there."""
 
 
-class BufferUse:
+class BufferUse(ClosedByWith):
     """The device buffers of one request, held from its check to its end. `DeviceBuffers.use` makes it.
 
     A context manager. Its end releases the buffers, and outputs become uninitialized unless `succeed` was called.
@@ -151,12 +151,6 @@ class BufferUse:
             buffer.end_writing(None, None)
         for buffer, _, _ in read:
             buffer.end_reading()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
 
 
 class ReadyUse(BufferUse):

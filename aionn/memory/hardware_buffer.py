@@ -31,8 +31,9 @@ from numpy.typing import NDArray
 
 from aionn.errors import CallerError
 from aionn.hal.types import MemoryDescription, MemoryKind, Operand, OperandType
-from aionn.memory.memory import ClosedByWith, HasFileno, Memory
+from aionn.memory.memory import HasFileno, Memory
 from aionn.memory.region import PROT_READ, PROT_WRITE, Region
+from aionn.tasks import ClosedByWith
 
 __all__ = ["HardwareBuffer", "ImageFormat", "PlaneLayout"]
 

@@ -21,8 +21,7 @@ import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from math import prod
-from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -31,6 +30,7 @@ from aionn.errors import CallerError
 from aionn.hal.types import MemoryDescription, MemoryKind, Operand
 from aionn.memory import limits
 from aionn.memory.region import PROT_READ, PROT_WRITE, Access, Region
+from aionn.tasks import ClosedByWith
 
 __all__ = ["HasFileno", "Memory", "extents_of", "whole_of"]
 
@@ -93,25 +93,6 @@ class _Pool:
             last = self.users == 0
         if last:
             self.region.close()
-
-
-class ClosedByWith:
-    """An object that `with` and `async with` close when their body ends. Closing never waits."""
-
-    def close(self) -> None:
-        raise NotImplementedError
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
 
 
 class Memory(ClosedByWith):

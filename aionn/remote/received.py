@@ -17,19 +17,14 @@ from aionn.memory.region import Access, MappingError, Region
 from aionn.remote.channel import Descriptors
 from aionn.remote.control import Adopt, PrepareModelFromCache
 from aionn.remote.parts import CacheMessage, ModelMessage, OptionsMessage
+from aionn.tasks import ClosedByWith
 
 
-class Received:
+class Received(ClosedByWith):
     """Memories that came with a call. They are unmapped when the call is done with them."""
 
     def __init__(self) -> None:
         self._regions: list[Region | _File | _OptionFile] = []
-
-    def __enter__(self) -> Received:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         for region in self._regions:
