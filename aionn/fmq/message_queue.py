@@ -147,7 +147,7 @@ class MessageQueue(Ring):
             descriptor = MQDescriptor(grantors, quantum, MQFlavor(flavor))
             if descriptor.flavor is MQFlavor.SYNCHRONIZED:
                 owned += make_eventfds(layout.EVENT_FDS, header_bytes)
-            fds = (*(region.fileno() for region in regions), *owned)
+            fds = (*map(Region.fileno, regions), *owned)
             queue = cls(MQDescriptor(grantors, quantum, descriptor.flavor, fds), regions)
         except BaseException:
             release(regions, owned)
@@ -208,7 +208,6 @@ class MessageQueue(Ring):
         """Close the descriptors of the memory, which stays mapped: no further peer will attach. The eventfds stay open. Idempotent."""
         self._descriptor = None
         for region in self._regions:
-            region.inode()  # while the descriptor can still be asked
             region.forget_descriptor()
 
     # ---- transactions ---------------------------------------------------------------------------------------------
