@@ -64,8 +64,6 @@ class Ring:
         """
     def peek(self, count: SupportsIndex, /) -> bytes | None:
         """Copy `count` elements without taking them. Returns None if fewer are there."""
-    def read_into(self, buffer: Data, /) -> bool:
-        """Take as many elements as fill `buffer` (writable, contiguous). Returns False if fewer are there."""
     def available_to_read(self) -> int:
         """Return how many elements can be read now."""
     def available_to_write(self) -> int:

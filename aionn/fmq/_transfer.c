@@ -68,32 +68,6 @@ static PyObject *copy_out(PyObject *object, PyObject *count, bool consume)
 static PyObject *ring_read(PyObject *object, PyObject *count) { return copy_out(object, count, true); }
 static PyObject *ring_peek(PyObject *object, PyObject *count) { return copy_out(object, count, false); }
 
-static PyObject *ring_read_into(PyObject *object, PyObject *buffer)
-{
-    RingObject *self = (RingObject *)object;
-    struct ring_span span;
-    Py_buffer into;
-    PyObject *result = NULL;
-    if (PyObject_GetBuffer(buffer, &into, PyBUF_WRITABLE) < 0)
-        return NULL;
-    struct ring *r = ring_usable(self);
-    if (r) {
-        uint64_t bytes = (uint64_t)into.len;
-        if (bytes % r->quantum) {
-            ring_refuse(self, NOT_WHOLE);
-        } else {
-            enum ring_status status = ring_begin_read(r, bytes, &span);
-            if (status == RING_OK) {
-                ring_copy_out(r, &span, into.buf);
-                status = ring_commit_read(r, bytes);
-            }
-            result = answer(self, status, false);
-        }
-    }
-    PyBuffer_Release(&into);
-    return result;
-}
-
 static PyObject *available(PyObject *object, bool reads)
 {
     RingObject *self = (RingObject *)object;
@@ -146,7 +120,6 @@ PyMethodDef ring_transfer_methods[] = {
     {"write", ring_write, METH_O, NULL},
     {"read", ring_read, METH_O, NULL},
     {"peek", ring_peek, METH_O, NULL},
-    {"read_into", ring_read_into, METH_O, NULL},
     {"available_to_read", ring_available_to_read, METH_NOARGS, NULL},
     {"available_to_write", ring_available_to_write, METH_NOARGS, NULL},
     {"_begin_write", ring_begin_write_at, METH_O, NULL},

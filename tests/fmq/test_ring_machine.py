@@ -57,9 +57,6 @@ class QueueMachine(RuleBasedStateMachine):
         return self.queue.commit_write(count)
 
     def take(self, count: int, how: str) -> bytes | None:
-        if how == "read_into":
-            into = bytearray(count * self.quantum)
-            return bytes(into) if self.peer.read_into(into) else None
         if how == "in place":
             pieces = self.peer.begin_read(count)
             if pieces is None:
@@ -69,7 +66,7 @@ class QueueMachine(RuleBasedStateMachine):
         return self.peer.read(count)
 
 
-HOW = st.sampled_from(["read", "read_into", "in place"])
+HOW = st.sampled_from(["read", "in place"])
 
 
 class SynchronizedMachine(QueueMachine):

@@ -92,7 +92,6 @@ def call(queue: MessageQueue, choices: Choices) -> None:
         lambda: queue.await_futex(choices.byte()),
         lambda: queue.wait_flag(1 + choices.below(255), 0),
         lambda: queue.write(bytes(choices.below(200))),
-        lambda: queue.read_into(bytearray(choices.below(200))),
     ]
     with suppress(AionnError):
         choices.of(calls)()
