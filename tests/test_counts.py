@@ -27,7 +27,7 @@ MOST: dict[str, tuple[int, int, int]] = {
     "burst.compute, usual": (6, 3, 253),
     "swap": (1_600, 95, 32_000),
 }
-MOST_CODE_LINES = 40_475
+MOST_CODE_LINES = 40_474
 MOST_FILES = 400
 MOST_LINES_OF_C = 5_170
 MOST_NAMES_DEFINED_TWICE = 7
