@@ -34,7 +34,7 @@ SAMPLES: dict[str, Callable[[], BaseException]] = {
     "DeadlineError": lambda: errors.DeadlineError(TEXT, transient=False),
     "DeviceUnavailableError": lambda: errors.DeviceUnavailableError("npu", TEXT),
     "MemoryAllocationError": lambda: errors.MemoryAllocationError(TEXT, needed_bytes=7, available_bytes=None),
-    "Refusal": lambda: _kind("Refusal")(503, TEXT, {"Retry-After": "1"}),
+    "RequestRefusal": lambda: _kind("RequestRefusal")(503, TEXT, {"Retry-After": "1"}),
     "SourceError": lambda: SourceError(TEXT, source="/dev/video0"),
     "StageRejected": lambda: errors.StageRejected("openvino", "it is slower"),
     "_FarmError": lambda: _kind("_FarmError")("key: OSError", TEXT),
