@@ -163,7 +163,7 @@ async def _parts(opened: Opened, asked: Asked, request: CompileRequest, progress
     session = opened.session
     request = await _completed(opened, asked, request)
     if progress is None:
-        await read(session.tasks, request.model)  # the first execution is laid out before it is compiled
+        await read(session.devices, request.model)  # the first execution is laid out before it is compiled
         return CompilationParts(session, request)
     if asked.mode == "staged":
         return await _staged(session, request, asked.stage_policy, progress)
@@ -186,7 +186,7 @@ async def _completed(opened: Opened, asked: Asked, request: CompileRequest) -> C
         if token is None:
             if not known_token(model):
                 step(next(iter(request.candidates or opened.devices.installed), ""), READING)
-            token = await digested(opened.session.tasks, model)
+            token = await digested(opened.session.devices, model)
         request = msgspec.structs.replace(request, cache=msgspec.structs.replace(cache, token=token))
     return request
 
@@ -196,7 +196,7 @@ async def _staged(session: Session, request: CompileRequest, policy: StagePolicy
     from aionn.runtime.staging.first import prepare_first, stages_of
     from aionn.runtime.staging.stage import StagePolicy
 
-    await digested(session.tasks, request.model)  # what the comparisons of stages are kept under
+    await digested(session.devices, request.model)  # what the comparisons of stages are kept under
     policy, stages = policy or StagePolicy(), stages_of(request.candidates or (), request.reports)
     found = check_kept(request, await prepare_first(session.devices, stages, request, policy))
     progress.outcomes = found[1]

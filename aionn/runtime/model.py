@@ -22,10 +22,7 @@ from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, TypeVar
-
-import anyio
-import anyio.to_thread
+from typing import TYPE_CHECKING, TypeGuard, TypeVar
 
 from aionn.errors import CallerError, ExecutionError, refuse_coroutine
 from aionn.file_ranges import until
@@ -37,6 +34,7 @@ from aionn.hal.types import IMemory, Operand
 from aionn.memory.file_memory import FileMemory
 from aionn.memory.memory import Memory, whole_of
 from aionn.memory.region import PROT_READ, Region
+from aionn.tasks import in_thread
 
 if TYPE_CHECKING:
     from aionn.graph.carrying import ModelFile
@@ -183,10 +181,14 @@ class Model(hal_model.Model):
         Raises:
             CallerError: the file cannot be a model, or a file cannot be read, or has changed since the model was loaded.
         """
-        lazy = self._lazy
-        if lazy is not None:
-            await _in_thread(lambda: lazy.digest(self))
+        if self._lazy is not None:
+            await _in_thread(self.digest_here)
         return self.token
+
+    def digest_here(self) -> None:
+        """Digest the model in the calling thread, as `digest` does. Blocking."""
+        if self._lazy is not None:
+            self._lazy.digest(self)
 
     async def read(self) -> None:
         """Read the graph in a thread, if it has not been read. `runtime.compile` does so before it compiles.
@@ -195,9 +197,13 @@ class Model(hal_model.Model):
             CallerError: the file is not an ONNX model, or has changed since the model was loaded.
             CompilationError, MemoryAllocationError: as `from_onnx`.
         """
-        lazy = self._lazy
-        if lazy is not None:
-            await _in_thread(lambda: lazy.read(self))
+        if self._lazy is not None:
+            await _in_thread(self.read_here)
+
+    def read_here(self) -> None:
+        """Read the graph in the calling thread, as `read` does. Blocking."""
+        if self._lazy is not None:
+            self._lazy.read(self)
 
     if not TYPE_CHECKING:
 
@@ -239,6 +245,11 @@ def model_of_files(file: OpenFile, beside: Beside, kind: type[Model] = Model) ->
     _set(model, _lazy=_Lazy(file, beside), name=file.path.name)
     _set(model, _carried=lambda _: import_module("aionn.graph.carrying").carried_files(file, beside))
     return model
+
+
+def is_loaded(model: hal_model.Model) -> TypeGuard[Model]:
+    """Return whether a model has files, which may be digested and read."""
+    return isinstance(model, Model) and model._lazy is not None
 
 
 def is_read(model: hal_model.Model) -> bool:
@@ -294,7 +305,7 @@ async def _in_thread(work: Callable[[], T]) -> T:
     """Run `work` in a thread. A cancelled caller leaves at once, and the thread ends when it has read its present chunk."""
     left = threading.Event()
     try:
-        return await anyio.to_thread.run_sync(lambda: until(left.is_set, work), abandon_on_cancel=True)
+        return await in_thread(until, left.is_set, work)
     finally:
         left.set()
 

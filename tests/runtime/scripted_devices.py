@@ -17,6 +17,7 @@ from aionn.hal import CacheFiles, CacheHandles, Model, PrepareOptions, Priority
 from aionn.runtime.preparing.preparation import prepare
 from aionn.runtime.preparing.request import CacheChoice, CompileRequest
 from aionn.runtime.processes.devices import Devices
+from aionn.tasks import ThreadWork
 from aionn.testing import identity_model
 
 NAME = "scripted"
@@ -110,6 +111,7 @@ class ScriptedDevices:
 
     def __init__(self, tasks: TaskGroup, *devices: ScriptedDevice, unavailable: bool = False) -> None:
         self.tasks, self.closed, self._devices, self._unavailable = tasks, False, list(devices), unavailable
+        self.disk = ThreadWork()
 
     def check_open(self) -> None:
         if self.closed:

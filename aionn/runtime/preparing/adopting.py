@@ -88,7 +88,7 @@ async def offered_instead(missed: Missed, backend: CompileBackend, most_s: float
         if refusal.reason is not MissReason.UNSAFE:  # that has been logged with the keyring
             _warn(missed, refusal)
         return NotTaken(str(refusal), refusal)
-    digest = await digested(missed.devices.tasks, request.model)
+    digest = await digested(missed.devices, request.model)
     wanted = dataclasses.replace(missed.wanted, model_digest=digest)
     step(remote.name, ASKING_BACKEND)
     offered = await _answer(missed, backend, digest, most_s)

@@ -171,7 +171,7 @@ class _Making:
     async def make(self) -> _Way:
         """Prepare the model in one of the ways."""
         cache = self._request.cache
-        await digested(self._devices.tasks, self._model)
+        await digested(self._devices, self._model)
         serving = await self._serving()
         if not serving.cache_files.supported:
             return await self._in_driver(serving)
@@ -182,7 +182,7 @@ class _Making:
         return await self._devices.get(self._name, self._options.priority)
 
     async def _in_driver(self, serving: RemoteDevice) -> _Way:
-        return self._way(await compile_model(self._devices.tasks, serving, self._model, self._options), "driver")
+        return self._way(await compile_model(self._devices, serving, self._model, self._options), "driver")
 
     def _way(self, prepared: RemotePreparedModel, by: str) -> _Way:
         kind = CacheOutcomeKind.HIT if by == "cache" else CacheOutcomeKind.NO_CACHE

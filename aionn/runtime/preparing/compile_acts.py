@@ -42,7 +42,7 @@ from aionn.hal.types import MAX_CACHE_FILES, NO_LANES
 from aionn.remote.device import RemoteDevice, RemotePreparedModel
 from aionn.runtime.logs import about
 from aionn.runtime.model import adopt, check_compiled, is_read
-from aionn.runtime.preparing.in_time import digested, in_time, read, unread
+from aionn.runtime.preparing.in_time import in_time, read, unread
 from aionn.runtime.preparing.request import CompileRequest
 from aionn.runtime.preparing.step_model import StepModel
 from aionn.runtime.processes.devices import Devices
@@ -66,6 +66,7 @@ _PUBLISH_SHARE = 0.8
 """The share of the time that is left after compiling, for which the caller waits for the entry to be published."""
 
 _UNSUPPORTED = "cannot run "
+_DECLINED = "the device does not cache this model"
 
 
 class Missed(msgspec.Struct):
@@ -238,27 +239,29 @@ async def load_files(remote: RemoteDevice, model: Model, options: PrepareOptions
 # --- or make it ---------------------------------------------------------------------------------------------------------
 
 
-async def supported_by(tasks: Tasks, remote: RemoteDevice, model: Model, options: PrepareOptions) -> Sequence[bool]:
-    """Read the model if it has not been read, and return for each operation whether the device can run it.
+async def supported_by(
+    devices: Devices, remote: RemoteDevice, model: Model, options: PrepareOptions, *, digest: bool = False
+) -> Sequence[bool]:
+    """Read the model if it has not been read, and return for each operation whether the device can run it. `digest`: as of `read`.
 
     Raises:
         CallerError, CompilationError: the model's file is broken, or has changed.
     """
     if unread(model):
         step(remote.name, READING)
-    await read(tasks, model)
+    await read(devices, model, digest=digest)
     step(remote.name, ASKING)
     with trace.span("plan.supported_operations", device=remote.name):
         return await remote.get_supported_operations(model, options.deadline_ns, options=options.of(remote.name))
 
 
-async def check_supported(tasks: Tasks, remote: RemoteDevice, model: Model, options: PrepareOptions) -> None:
+async def check_supported(devices: Devices, remote: RemoteDevice, model: Model, options: PrepareOptions, *, digest: bool = False) -> None:
     """Ask the device whether it can run every node.
 
     Raises: as `supported_by`, and
         UnsupportedOperationError: the first node that the device cannot run is `.node`.
     """
-    supported = await supported_by(tasks, remote, model, options)
+    supported = await supported_by(devices, remote, model, options, digest=digest)
     for operation, fits in zip(model.operations, supported, strict=True):
         if not fits:
             raise UnsupportedOperationError(remote.name, f"{_UNSUPPORTED}{_described(operation)}", node=operation.name, supported=supported)
@@ -282,7 +285,7 @@ def _described(operation: Operation) -> str:
     return f"operator {operation.domain or 'ai.onnx'}.{operation.op_type} (node {operation.name!r})"
 
 
-async def compile_model(tasks: Tasks, remote: RemoteDevice, model: Model, options: PrepareOptions) -> RemotePreparedModel:
+async def compile_model(devices: Devices, remote: RemoteDevice, model: Model, options: PrepareOptions) -> RemotePreparedModel:
     """Compile a model on a device, without a cache.
 
     Raises:
@@ -290,7 +293,7 @@ async def compile_model(tasks: Tasks, remote: RemoteDevice, model: Model, option
         UnsupportedOperationError: the device cannot run every node.
         CompilationError, DeadlineError, DriverDiedError, DriverHungError, MemoryAllocationError
     """
-    await check_supported(tasks, remote, model, options)
+    await check_supported(devices, remote, model, options)
     step(remote.name, COMPILING)
     with trace.span("prepare", device=remote.name, model=model_name()):
         prepared = await remote.prepare_model(model, options)
@@ -310,18 +313,18 @@ async def compile_and_publish(missed: Missed) -> tuple[RemotePreparedModel, Cach
 
     Raises: as `compile_model`.
     """
-    tasks, remote, model, options = missed.devices.tasks, missed.remote, missed.request.model, missed.request.options
+    devices, remote, model, options = missed.devices, missed.remote, missed.request.model, missed.request.options
     miss, store = missed.miss, missed.store
     publisher = miss.publisher
     if publisher is None or store is None:
-        return await compile_model(tasks, remote, model, options), miss.outcome
-    # The digest first, so that what is read is compared with it.
-    publisher.wanted = dataclasses.replace(publisher.wanted, model_digest=await digested(tasks, model))
+        return await compile_model(devices, remote, model, options), miss.outcome
     try:
-        await check_supported(tasks, remote, model, options)
+        await check_supported(devices, remote, model, options, digest=True)
     except UnsupportedOperationError as error:
+        publisher.wanted = dataclasses.replace(publisher.wanted, model_digest=model.token)
         await publisher.decline(error.reason)
         raise
+    publisher.wanted = dataclasses.replace(publisher.wanted, model_digest=model.token)
     step(remote.name, COMPILING, publisher.last_compile_s)
     began_ns = time.monotonic_ns()
     with trace.span("prepare", device=remote.name, model=model_name()):
@@ -332,7 +335,7 @@ async def compile_and_publish(missed: Missed) -> tuple[RemotePreparedModel, Cach
     else:
         miss.publisher = None  # publishing closes the publisher
         try:
-            failure = await _publish(tasks, store, publisher, prepared.save_outcome == "declined", took_ns, options)
+            failure = await _publish(devices.tasks, store, publisher, prepared.save_outcome == "declined", took_ns, options)
         except BaseException:
             prepared.release()  # the caller gets no model
             raise
@@ -349,16 +352,16 @@ async def _publish(
     Publishing goes on in the background if the deadline comes before the disk is done.
     """
 
-    async def publish() -> tuple[Refusal | None]:
+    publish = partial(publisher.decline, _DECLINED) if declined else partial(publisher.publish, compile_ns=compile_ns)
+
+    async def keep() -> tuple[Refusal | None]:
         with store.in_use():
-            if declined:
-                return (await publisher.decline("the device does not cache this model"),)
-            return (await publisher.publish(compile_ns=compile_ns),)
+            return (await publish(),)
 
     left_s = seconds_until(options.deadline_ns)
     if left_s is None:
-        return (await publish())[0]
-    published = await in_time(tasks, publish, left_s * _PUBLISH_SHARE, None)
+        return await publish()
+    published = await in_time(tasks, keep, left_s * _PUBLISH_SHARE, None)
     return published[0] if published is not None else Refusal(MissReason.TOO_SLOW, "it is still being stored at the deadline")
 
 

@@ -11,9 +11,11 @@ from typing import TypeVar
 import anyio
 
 from aionn.errors import CallerError
+from aionn.file_ranges import until
 from aionn.hal.model import Model
 from aionn.runtime import model as models
 from aionn.runtime.preparing.step_model import StepModel
+from aionn.runtime.processes.devices import Devices
 from aionn.tasks import Answer, Tasks, running_loop
 
 T = TypeVar("T")
@@ -71,22 +73,34 @@ def unread(model: Model) -> bool:
     return isinstance(model, models.Model | StepModel) and not models.is_read(model)
 
 
-async def digested(tasks: Tasks, model: Model) -> bytes:
+async def digested(devices: Devices, model: Model) -> bytes:
     """Return the model's token, made now if it is not known.
 
     Raises:
         CallerError: a file is broken, or has changed; or the runtime was closed.
     """
-    if isinstance(model, models.Model | StepModel):
-        await in_time(tasks, model.digest, None, None)
+    if isinstance(model, StepModel) or models.is_loaded(model):
+        await _by_disk(devices, model.digest_here)
     return model.token
 
 
-async def read(tasks: Tasks, model: Model) -> None:
-    """Have the model's graph read, if it has not been.
+async def read(devices: Devices, model: Model, *, digest: bool = False) -> None:
+    """Have the model's graph read, if it has not been. `digest`: and have it digested before, so that what is read is compared with it.
 
     Raises:
         CallerError, CompilationError: a file is broken, or has changed; or the runtime was closed.
     """
-    if isinstance(model, models.Model | StepModel):
-        await in_time(tasks, model.read, None, None)
+    if isinstance(model, StepModel) or models.is_loaded(model):
+        acts = (model.digest_here, model.read_here) if digest else (model.read_here,)
+        await _by_disk(devices, *acts)
+
+
+async def _by_disk(devices: Devices, *acts: Callable[[], None]) -> None:
+    """Run these acts in a thread. It goes on if its caller leaves, for the next one. It ends when the runtime closes."""
+    devices.check_open()
+
+    def act() -> None:
+        for each in acts:
+            until(lambda: devices.closed, each)
+
+    await devices.disk.ask(act)

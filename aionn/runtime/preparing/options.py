@@ -9,16 +9,13 @@ import dataclasses
 import math
 import os
 from collections.abc import Mapping, Sequence
-from functools import partial
 
-import anyio.to_thread
 from blake3 import blake3
 
 from aionn.errors import CallerError
 from aionn.hal.interfaces import PrepareOptions
 from aionn.hal.options import EngineOptions, OptionValue, is_unicode
 from aionn.remote.option_files import open_option
-from aionn.runtime.preparing.in_time import in_time
 from aionn.runtime.processes.devices import Devices
 
 CUSTOM_OPS = "custom_ops"
@@ -105,10 +102,7 @@ async def _digests(devices: Devices, files: Mapping[str, str]) -> dict[str, byte
     """Digest files in threads. A runtime that closes does not wait for their disk."""
     found: dict[str, bytes] = {}
     for option, path in files.items():
-        work = partial(anyio.to_thread.run_sync, partial(_digest, option, path), abandon_on_cancel=True)
-        digest = await in_time(devices.tasks, work, None, None)
-        assert digest is not None  # without a time limit the result is waited for
-        found[option] = digest
+        found[option] = await devices.disk.ask(_digest, option, path)
     return found
 
 

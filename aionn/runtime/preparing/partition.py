@@ -92,7 +92,7 @@ class Partition:
         if error is not None and error.device == name and error.supported is not None:
             return error.supported
         remote = await self._devices.get(name, self._options.priority)
-        return await supported_by(self._devices.tasks, remote, self._model, self._options)
+        return await supported_by(self._devices, remote, self._model, self._options)
 
     async def cut(self, versions: Mapping[str, str]) -> Found:
         """Cut the model over the devices of `capable`, prepare its steps, and keep the plan.
@@ -131,7 +131,7 @@ class Partition:
         cache, model = self._cache, self._model
         if cache is None:
             return
-        digest = await digested(self._devices.tasks, model)
+        digest = await digested(self._devices, model)
         scope = scope_of(cache.token, versions, self._options)
         plan = KeptPlan(
             model_digest=digest,

@@ -61,7 +61,7 @@ async def prepare(devices: Devices, name: str, request: CompileRequest) -> tuple
         try:
             remote = await devices.get(name, options.priority)
             if cache is None:
-                prepared = await compile_model(devices.tasks, remote, request.model, options)
+                prepared = await compile_model(devices, remote, request.model, options)
                 outcome = CacheOutcome(CacheOutcomeKind.NO_CACHE, None, name)
             else:
                 prepared, outcome = await _through_cache(devices, remote, request, cache)
@@ -102,7 +102,7 @@ async def _through_cache(
                     log_refusal(store, remote, bad[1], error)
             elif isinstance(found, Declined):
                 raise_if_unsupported(remote, model, found)
-                made = await compile_model(devices.tasks, remote, model, options)
+                made = await compile_model(devices, remote, model, options)
             else:
                 if bad is None and outcome.reason is not None:
                     refused(store.path, name, Refusal(outcome.reason, outcome.detail))
@@ -113,7 +113,7 @@ async def _through_cache(
             return made, outcome
         # The driver may have ended because of the entry. The next driver may have another version, so the entry is looked up again.
         remote = await devices.get(name, options.priority)
-    made = await compile_model(devices.tasks, remote, model, options)
+    made = await compile_model(devices, remote, model, options)
     return made, CacheOutcome(CacheOutcomeKind.NO_CACHE, None, name, why_not_cached(remote))
 
 
@@ -132,7 +132,7 @@ async def _missed(missed: Missed) -> tuple[RemotePreparedModel, CacheOutcome]:
         if remote.connection.ended_by is not None:  # the offer ended the driver
             missed.remote = await devices.get(remote.name, request.options.priority)
             if missed.remote.version != missed.wanted.device_version:
-                return await compile_model(devices.tasks, missed.remote, request.model, request.options), miss.outcome
+                return await compile_model(devices, missed.remote, request.model, request.options), miss.outcome
     return await compile_and_publish(missed)
 
 

@@ -13,9 +13,6 @@ import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import anyio
-import anyio.to_thread
-
 from aionn.errors import CallerError
 from aionn.graph.steps import Step, step_token
 from aionn.hal import model as hal_model
@@ -92,23 +89,22 @@ class StepModel(hal_model.Model):
     __eq__ = object.__eq__
     __hash__ = object.__hash__
 
-    async def digest(self) -> bytes:
-        """Have the whole model digested, and return the token of the step.
+    def digest_here(self) -> None:
+        """Digest the whole model in the calling thread, and make the token of the step. Blocking.
 
         Raises:
             CallerError: the model cannot be digested.
             OtherModelError: the step is that of another model.
         """
         if isinstance(self.whole, models.Model):
-            await self.whole.digest()
+            self.whole.digest_here()
         whole = self.whole.token
         if self._digest not in (b"", whole):
             raise OtherModelError("the plan that the cache keeps under this token is that of another model; a token is unique to one model")
         _set(self, token=step_token(whole, self.step))
-        return self.token
 
-    async def read(self) -> None:
-        """Have the whole model read, and make the step's graph.
+    def read_here(self) -> None:
+        """Read the whole model in the calling thread, and make the step's graph. Blocking.
 
         Raises:
             CallerError, CompilationError: the model cannot be read.
@@ -117,10 +113,10 @@ class StepModel(hal_model.Model):
         if models.is_read(self):
             return
         if self._digest:
-            await self.digest()
+            self.digest_here()
         if isinstance(self.whole, models.Model):
-            await self.whole.read()
-        await anyio.to_thread.run_sync(self._cut, abandon_on_cancel=True)
+            self.whole.read_here()
+        self._cut()
 
     def _cut(self) -> None:
         if self._digest:

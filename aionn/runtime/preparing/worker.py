@@ -89,7 +89,7 @@ class LocalWorker:
         handles = bound(CacheHandles(target.model, target.data, request.key), request.model_digest)
         step(name, STARTING)
         async with worker(self._devices, name, self._threads) as remote:
-            await check_supported(self._devices.tasks, remote, request.model, options)
+            await check_supported(self._devices, remote, request.model, options)
             step(name, COMPILING, self._expected_s)
             prepared = await remote.prepare_model(request.model, options, handles)
             return prepared.save_outcome

@@ -34,7 +34,7 @@ from aionn.runtime.processes.spawning import USUAL, WHEN_IDLE, Settings, Spawned
 from aionn.runtime.progress import STARTING, step
 from aionn.runtime.reports import DriverReports, Reports
 from aionn.sandbox.report import Confinement
-from aionn.tasks import Tasks
+from aionn.tasks import Tasks, ThreadWork
 
 if TYPE_CHECKING:
     from aionn.caching.offers import CompileBackend
@@ -162,6 +162,7 @@ class Devices:
     Attributes:
         by_name: every device that a caller has asked for or that is installed.
         tasks: where the tasks of driver processes are started.
+        disk: threads that digest and read models, and the callers that wait for them.
         homes: where the installed engines are.
         check_use: raises a `CallerError` where the app may not use the runtime. `Runtime.open` sets it.
         reports: what the runtime shows of itself, or None without a runtime.
@@ -171,6 +172,7 @@ class Devices:
 
     def __init__(self, tasks: Tasks, settings: Settings = Settings(), reports: Reports | None = None) -> None:  # noqa: B008 -- frozen
         self.tasks = tasks
+        self.disk = ThreadWork()
         self.reports = reports
         self.backend: CompileBackend | None = None
         self.check_use: Callable[[], None] = self.check_open
@@ -378,7 +380,10 @@ class Devices:
         for worker in (*self._workers, *unasked):
             worker.kill(None)  # nothing in it is worth waiting for
         processes += [*self._workers, *self._ending]
-        await end_processes(processes)
+        try:
+            await end_processes(processes)
+        finally:
+            self.disk.fail_waiting(CallerError("the runtime was closed"))
 
 
 async def _watch_early(device: Device, process: DriverProcess) -> None:

@@ -65,8 +65,8 @@ async def swap_model(target: NewModel, model: Model, timeout_s: float | None) ->
         raise CallerError(f"swap takes an aionn.Model, not {type(model).__name__}; open one with await aionn.Model.load(path)")
     cache = renewal.request.cache
     if cache is not None:
-        await digested(renewal.session.tasks, model)
-    await read(renewal.session.tasks, model)
+        await digested(renewal.session.devices, model)
+    await read(renewal.session.devices, model)
     _check_border(renewal.model, model)
     serving = await renewal.live()
     policy = StagePolicy() if staging is None else staging.policy
