@@ -492,12 +492,12 @@ class ThreadWork:
 
     Attributes:
         running: one future for each thread that works.
-        waiting: the answers that callers wait for.
+        waiting: what callers wait for.
     """
 
     def __init__(self) -> None:
         self.running: set[asyncio.Future[Any]] = set()
-        self.waiting: set[Answer[Any]] = set()
+        self.waiting: set[asyncio.Future[Any]] = set()
 
     async def ask(self, act: Callable[..., T], *arguments: object, undo: Callable[[T], object] | None = None) -> T:
         """Run `act(*arguments)` in a thread and return its result. A cancelled caller leaves at once; `undo(result)` then runs later.
@@ -506,29 +506,29 @@ class ThreadWork:
             CallerError: what the thread works for was closed, and the thread has not ended.
         """
         asking = in_thread(act, *arguments)
-        waiting: Answer[T] = Answer(asking.get_loop())
+        waiting: asyncio.Future[T] = asking.get_loop().create_future()
 
         def answered(_: object) -> None:
             self.running.discard(asking)
-            try:
-                result = asking.result()
-            except BaseException as error:
-                waiting.fail(error)
-            else:
-                if not waiting.settled:
-                    waiting.set(result)
-                elif undo is not None:
-                    self.run_later(partial(undo, result))
+            error = asking.exception()
+            if not waiting.done():
+                if error is None:
+                    waiting.set_result(asking.result())
+                else:
+                    waiting.set_exception(error)
+            elif error is None and undo is not None:
+                self.run_later(partial(undo, asking.result()))
 
         self.running.add(asking)
         self.waiting.add(waiting)
         asking.add_done_callback(answered)
         try:
-            return await waiting.wait()
+            return await waiting
         except BaseException:
-            if waiting.result is not None and undo is not None:  # the result came together with the cancellation
-                self.run_later(partial(undo, waiting.result))
-            waiting.abandon()
+            came = waiting.done() and not waiting.cancelled() and waiting.exception() is None  # together with the cancellation
+            if came and undo is not None:
+                self.run_later(partial(undo, waiting.result()))
+            waiting.cancel()
             raise
         finally:
             self.waiting.discard(waiting)
@@ -558,4 +558,5 @@ class ThreadWork:
     def fail_waiting(self, error: CallerError) -> None:
         """Raise `error` in every caller that still waits in `ask`."""
         for waiting in self.waiting:
-            waiting.fail(error)
+            if not waiting.done():
+                waiting.set_exception(error)

@@ -138,7 +138,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def compiled(opened: Opened, asked: Asked, most_threads: int) -> Compilation:
-    """Make the compilation.
+    """Prepare the model now, or at its first use with mode "jit". Return its compilation.
 
     Raises: as `Runtime.compile`.
     """
@@ -151,25 +151,20 @@ async def compiled(opened: Opened, asked: Asked, most_threads: int) -> Compilati
     with progress or unwatched(), about, trace.span("compile", preference=request.options.preference.name.lower()):
         # Inside, so that listeners get the deadline as the reason.
         with nullcontext() if deadline_ns is None else anyio.move_on_after(seconds_until(deadline_ns)):
-            parts = await _parts(opened, asked, request, progress)
+            request = await _completed(opened, asked, request)
+            if progress is None:
+                await read(opened.devices, request.model)  # the first execution is laid out before it is compiled
+                parts = CompilationParts(opened.session, request)
+            elif asked.mode == "staged":
+                parts = await _staged(opened.session, request, asked.stage_policy, progress)
+            else:
+                found = check_kept(request, await prepare_on_best(opened.devices, request))
+                progress.outcomes = found[1]
+                parts = CompilationParts(opened.session, request, found)
         if parts is None:
             raise DeadlineError(f"the model was not prepared within {asked.timeout_s} s; the compile has been cancelled")
         opened.add(parts)
     return Compilation(parts)
-
-
-async def _parts(opened: Opened, asked: Asked, request: CompileRequest, progress: Progress | None) -> CompilationParts:
-    """Prepare the model now, or at its first use without a `progress`. Return the parts of its compilation."""
-    session = opened.session
-    request = await _completed(opened, asked, request)
-    if progress is None:
-        await read(session.devices, request.model)  # the first execution is laid out before it is compiled
-        return CompilationParts(session, request)
-    if asked.mode == "staged":
-        return await _staged(session, request, asked.stage_policy, progress)
-    found = check_kept(request, await prepare_on_best(opened.devices, request))
-    progress.outcomes = found[1]
-    return CompilationParts(session, request, found)
 
 
 async def _completed(opened: Opened, asked: Asked, request: CompileRequest) -> CompileRequest:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar, Token
 from types import TracebackType
 from typing import Literal
@@ -179,9 +179,13 @@ class Progress:
         if error is None and self.outcomes:
             for name in list(self._steps):
                 self._end_step(name)
-            worst = self.outcomes[0] if len(self.outcomes) == 1 else min(self.outcomes, key=lambda one: _WORST_FIRST.index(one.kind))
-            outcome, device = worst.kind.value, "+".join(dict.fromkeys([one.device for one in self.outcomes]))
-            reason = ": ".join([part for part in ("" if worst.reason is None else worst.reason.value, worst.detail) if part])
+            worst = self.outcomes[0]
+            device = worst.device
+            if len(self.outcomes) > 1:
+                worst = min(self.outcomes, key=lambda one: _WORST_FIRST.index(one.kind))
+                device = "+".join(dict.fromkeys([one.device for one in self.outcomes]))
+            outcome = worst.kind.value
+            reason = ": ".join(filter(None, ("" if worst.reason is None else worst.reason.value, worst.detail)))
         else:
             if isinstance(error, Exception):
                 reason = str(error)
@@ -329,12 +333,7 @@ def refused(directory: str, device: str, refusal: Refusal | None) -> None:
         progress.refused(directory, device, refusal)
 
 
-@contextmanager
-def counted(device: str) -> Iterator[OneDevice]:
+def counted(device: str) -> AbstractContextManager[OneDevice]:
     """Count the body as one preparation on a device. The body sets `outcome` of what this yields."""
     progress = _watching.get()
-    if progress is None:
-        yield OneDevice()
-        return
-    with progress.on(device) as attempt:
-        yield attempt
+    return nullcontext(OneDevice()) if progress is None else progress.on(device)

@@ -106,7 +106,7 @@ async def test_what_a_publisher_gave_out_ends_with_it(directory: Path) -> None:
         with pytest.raises(CallerError, match="ended"):
             await publisher.publish()
         await stored(store, wanted())
-        hit = await store.open(wanted())
+        hit = await store.open_now(wanted())
         assert isinstance(hit, Hit)
         await hit.aclose()
         await hit.aclose()
@@ -758,12 +758,15 @@ async def test_each_of_a_look_up_a_hits_end_and_a_publication_is_one_trip_to_a_t
 
     monkeypatch.setattr(tasks, "in_thread", counted)
     async with CacheStore(directory) as store:
-        publisher = await miss(store, wanted())
+        missed = await store.open_now(wanted())
+        assert isinstance(missed, Miss)
         assert trips == ["open_now"]
+        publisher = missed.publisher
+        assert publisher is not None
         fill(publisher.handles, b"artifact")
         assert await publisher.publish() is None
         assert trips == ["open_now", "_publish_here"]
-        hit = await store.open(wanted())
+        hit = await store.open_now(wanted())
         assert isinstance(hit, Hit)
         await hit.aclose()
         assert len(trips) == 4
@@ -804,7 +807,7 @@ async def test_a_caller_that_leaves_while_its_files_are_staged_leaves_nothing(di
 
     monkeypatch.setattr(looking, "stage_files", slow)
     async with CacheStore(directory) as store:
-        opening = asyncio.ensure_future(store.open(wanted()))
+        opening = asyncio.ensure_future(store.open_now(wanted()))
         assert await anyio.to_thread.run_sync(staged.wait, 30)
         opening.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -832,7 +835,7 @@ async def test_a_disk_that_hangs_under_many_callers_holds_up_no_other_cache(dire
     monkeypatch.setattr(CacheDirectory, "find", slow)
     async with CacheStore(directory) as store, CacheStore(directory.parent / "other") as other, anyio.create_task_group() as group:
         for number in range(hanging):
-            group.start_soon(store.open, wanted(number))
+            group.start_soon(store.open_now, wanted(number))
         try:
             with anyio.fail_after(30):
                 await stored(other, wanted())

@@ -118,9 +118,12 @@ class ScriptedDevices:
             raise CallerError("the runtime was closed")
 
     @contextmanager
-    def kept(self, name: str, priority: Priority) -> Iterator[None]:
+    def kept(self, name: str, priority: Priority) -> Iterator[str]:
         """Nothing ends these devices."""
-        yield
+        yield name
+
+    async def live(self, device: str) -> ScriptedDevice:
+        return await self.get(device)
 
     async def get(self, name: str, priority: Priority = Priority.MEDIUM) -> ScriptedDevice:
         if self._unavailable:

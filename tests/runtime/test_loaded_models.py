@@ -672,6 +672,41 @@ async def test_a_digest_ends_with_the_patience_of_its_caller(tmp_path: Path, mon
 
 
 @pytest.mark.anyio
+async def test_a_digest_goes_on_for_the_next_compile_when_the_time_of_its_caller_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = inside(1, tmp_path)
+    go_on, digests = threading.Event(), list[int]()
+    act = files.OpenFile.digests
+
+    def slow(file: files.OpenFile, ranges: Any) -> list[bytes]:
+        digests.append(threading.get_ident())
+        assert go_on.wait(30)
+        assert digest_ranges([sparse])  # looks between its chunks whether it is to stop
+        return act(file, ranges)
+
+    sparse = FileRange(os.open(tmp_path / "large", os.O_RDWR | os.O_CREAT), 0, 64 << 20)
+    os.ftruncate(sparse.fd, sparse.length)
+    monkeypatch.setattr(files.OpenFile, "digests", slow)
+    try:
+        async with aionn.Runtime() as runtime:
+            model = await runtime.load(path)
+            with pytest.raises(aionn.DeadlineError):
+                await runtime.compile(model, devices=("reference",), cache_dir=tmp_path / "cache", timeout_s=0.3)
+            assert len(digests) == 1
+            assert not known_token(model)
+            go_on.set()
+            with anyio.fail_after(30):
+                while not known_token(model):
+                    await anyio.lowlevel.checkpoint()
+            assert len(digests) == 1
+            assert threading.get_ident() not in digests
+    finally:
+        go_on.set()
+    os.close(sparse.fd)
+
+
+@pytest.mark.anyio
 async def test_a_digest_that_no_caller_waits_for_reads_no_further(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = inside(1, tmp_path)
     begun, ended = threading.Event(), threading.Event()

@@ -121,14 +121,14 @@ class CacheStore:
         found = await self._background.ask(Look(self._house, self, wanted).run, undo=undo)
         return None if isinstance(found, Refusal) else _reported(found)
 
-    async def open_now(self, wanted: Wanted, refused: tuple[str, Refusal] | None = None) -> Hit | Miss | Declined | None:
+    async def open_now(self, wanted: Wanted) -> Hit | Miss | Declined | None:
         """Open an entry as `open` does, or return None if `open` would have to wait for another task or process.
 
         The call waits for the disk only, and a cancelled caller does not. So most compiles need one thread and no task: on a miss, the same
         thread takes the right to compile, looks again and stages files.
         """
         with trace.span("cache.lookup", device=wanted.device):
-            found = await self._background.ask(Look(self._house, self, wanted, refused).open_now, undo=undo)
+            found = await self._background.ask(Look(self._house, self, wanted).open_now, undo=undo)
         if found is None:
             return None
         if isinstance(found, Miss) and found.publisher is not None:
@@ -152,25 +152,13 @@ class CacheStore:
             refused: the directory of a generation that must not be returned again, and why (see `Hit.refuse`).
             waits: called in the loop if another task or process compiles the entry, before it is waited for.
 
-        Close the result (`async with`). Cancelling the wait leaves nothing behind.
+        Close the result (`async with`). Cancelling the wait leaves nothing behind. Try `open_now` first, which takes fewer threads.
         """
-        found = await self.open_now(wanted, refused)
-        return found or await self.open_in_turn(wanted, wait_s=wait_s, refused=refused, waits=waits)
-
-    async def open_in_turn(
-        self,
-        wanted: Wanted,
-        *,
-        wait_s: float | None = None,
-        refused: tuple[str, Refusal] | None = None,
-        waits: Callable[[], None] | None = None,
-    ) -> Hit | Miss | Declined:
-        """Open an entry as `open` does, after `open_now` has returned None: wait for the task or process that publishes or compiles it."""
         look = Look(self._house, self, wanted, refused, waited=True)
-        wait_s = self.wait_s if wait_s is None else wait_s
-        return _reported(await self._open_waiting(look, wait_s, waits))
+        with trace.span("cache.lookup", device=wanted.device):
+            return _reported(await self._open_in_turn(look, self.wait_s if wait_s is None else wait_s, waits))
 
-    async def _open_waiting(self, look: Look, wait_s: float, waits: Callable[[], None] | None) -> Hit | Miss | Declined:
+    async def _open_in_turn(self, look: Look, wait_s: float, waits: Callable[[], None] | None) -> Hit | Miss | Declined:
         found = await self._look(look)
         if not isinstance(found, Refusal):
             return found

@@ -21,7 +21,7 @@ import fcntl
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Literal
 
 import anyio
@@ -154,13 +154,13 @@ async def wait_to_hold(path: str, mode: _Mode, wait_s: float) -> EntryHold | Non
 @contextmanager
 def sole_holder(entry_lock: str, compile_lock: str) -> Iterator[bool]:
     """Hold both locks for the body if both are free at once. Yields whether they were. Blocking, without waiting."""
-    with ExitStack() as stack:
-        free = True
-        for path in (compile_lock, entry_lock):
-            hold = hold_now(path, "write") if free else None
-            free = hold is not None
-            stack.callback(_release, hold)
-        yield free
+    compiling, entry = hold_now(compile_lock, "write"), None
+    try:
+        entry = None if compiling is None else hold_now(entry_lock, "write")
+        yield entry is not None
+    finally:
+        _release(entry)
+        _release(compiling)
 
 
 class _Queue(msgspec.Struct):

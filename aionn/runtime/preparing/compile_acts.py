@@ -42,11 +42,11 @@ from aionn.hal.types import MAX_CACHE_FILES, NO_LANES
 from aionn.remote.device import RemoteDevice, RemotePreparedModel
 from aionn.runtime.logs import about
 from aionn.runtime.model import adopt, check_compiled, is_read
-from aionn.runtime.preparing.in_time import in_time, read, unread
+from aionn.runtime.preparing.in_time import in_time, read
 from aionn.runtime.preparing.request import CompileRequest
 from aionn.runtime.preparing.step_model import StepModel
 from aionn.runtime.processes.devices import Devices
-from aionn.runtime.progress import ASKING, COMPILING, LOADING, READING, model_name, refused, step, waits
+from aionn.runtime.progress import ASKING, COMPILING, LOADING, model_name, refused, step, waits
 from aionn.tasks import Tasks, seconds_until
 
 if TYPE_CHECKING:
@@ -183,7 +183,7 @@ async def open_entry(store: CacheStore, wanted: Wanted, bad: tuple[Hit, Refusal]
         tell = partial(waits, wanted.device)
         if bad is not None and bad[0].manifest.key == wanted.key:
             return await bad[0].refuse(bad[1], wait_s=wait_s, waits=tell)
-        return await store.open_in_turn(wanted, wait_s=wait_s, waits=tell)
+        return await store.open(wanted, wait_s=wait_s, waits=tell)
 
 
 async def leave(found: Opened, prepared: RemotePreparedModel | None) -> None:
@@ -239,29 +239,20 @@ async def load_files(remote: RemoteDevice, model: Model, options: PrepareOptions
 # --- or make it ---------------------------------------------------------------------------------------------------------
 
 
-async def supported_by(
-    devices: Devices, remote: RemoteDevice, model: Model, options: PrepareOptions, *, digest: bool = False
-) -> Sequence[bool]:
-    """Read the model if it has not been read, and return for each operation whether the device can run it. `digest`: as of `read`.
-
-    Raises:
-        CallerError, CompilationError: the model's file is broken, or has changed.
-    """
-    if unread(model):
-        step(remote.name, READING)
-    await read(devices, model, digest=digest)
+async def supported_by(remote: RemoteDevice, model: Model, options: PrepareOptions) -> Sequence[bool]:
+    """Return for each operation whether the device can run it. The model is read."""
     step(remote.name, ASKING)
     with trace.span("plan.supported_operations", device=remote.name):
         return await remote.get_supported_operations(model, options.deadline_ns, options=options.of(remote.name))
 
 
-async def check_supported(devices: Devices, remote: RemoteDevice, model: Model, options: PrepareOptions, *, digest: bool = False) -> None:
-    """Ask the device whether it can run every node.
+async def check_supported(remote: RemoteDevice, model: Model, options: PrepareOptions) -> None:
+    """Ask the device whether it can run every node. The model is read.
 
-    Raises: as `supported_by`, and
+    Raises:
         UnsupportedOperationError: the first node that the device cannot run is `.node`.
     """
-    supported = await supported_by(devices, remote, model, options, digest=digest)
+    supported = await supported_by(remote, model, options)
     for operation, fits in zip(model.operations, supported, strict=True):
         if not fits:
             raise UnsupportedOperationError(remote.name, f"{_UNSUPPORTED}{_described(operation)}", node=operation.name, supported=supported)
@@ -293,7 +284,8 @@ async def compile_model(devices: Devices, remote: RemoteDevice, model: Model, op
         UnsupportedOperationError: the device cannot run every node.
         CompilationError, DeadlineError, DriverDiedError, DriverHungError, MemoryAllocationError
     """
-    await check_supported(devices, remote, model, options)
+    await read(devices, model, remote.name)
+    await check_supported(remote, model, options)
     step(remote.name, COMPILING)
     with trace.span("prepare", device=remote.name, model=model_name()):
         prepared = await remote.prepare_model(model, options)
@@ -318,13 +310,13 @@ async def compile_and_publish(missed: Missed) -> tuple[RemotePreparedModel, Cach
     publisher = miss.publisher
     if publisher is None or store is None:
         return await compile_model(devices, remote, model, options), miss.outcome
+    await read(devices, model, remote.name, digest=True)
+    publisher.wanted = dataclasses.replace(publisher.wanted, model_digest=model.token)
     try:
-        await check_supported(devices, remote, model, options, digest=True)
+        await check_supported(remote, model, options)
     except UnsupportedOperationError as error:
-        publisher.wanted = dataclasses.replace(publisher.wanted, model_digest=model.token)
         await publisher.decline(error.reason)
         raise
-    publisher.wanted = dataclasses.replace(publisher.wanted, model_digest=model.token)
     step(remote.name, COMPILING, publisher.last_compile_s)
     began_ns = time.monotonic_ns()
     with trace.span("prepare", device=remote.name, model=model_name()):

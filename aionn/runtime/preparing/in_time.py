@@ -6,6 +6,7 @@ A loaded model's files are digested and read in threads. A runtime that closes d
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import TypeVar
 
 import anyio
@@ -16,6 +17,7 @@ from aionn.hal.model import Model
 from aionn.runtime import model as models
 from aionn.runtime.preparing.step_model import StepModel
 from aionn.runtime.processes.devices import Devices
+from aionn.runtime.progress import READING, step
 from aionn.tasks import Answer, Tasks, running_loop
 
 T = TypeVar("T")
@@ -68,11 +70,6 @@ async def in_time(
     return result
 
 
-def unread(model: Model) -> bool:
-    """Return whether a model's graph is still to be read from its file."""
-    return isinstance(model, models.Model | StepModel) and not models.is_read(model)
-
-
 async def digested(devices: Devices, model: Model) -> bytes:
     """Return the model's token, made now if it is not known.
 
@@ -80,27 +77,30 @@ async def digested(devices: Devices, model: Model) -> bytes:
         CallerError: a file is broken, or has changed; or the runtime was closed.
     """
     if isinstance(model, StepModel) or models.is_loaded(model):
-        await _by_disk(devices, model.digest_here)
+        devices.check_open()
+        # The thread goes on if its caller leaves, for the next one. It ends when the runtime closes.
+        await devices.disk.ask(until, lambda: devices.closed, model.digest_here)
     return model.token
 
 
-async def read(devices: Devices, model: Model, *, digest: bool = False) -> None:
-    """Have the model's graph read, if it has not been. `digest`: and have it digested before, so that what is read is compared with it.
+async def read(devices: Devices, model: Model, device: str = "", *, digest: bool = False) -> None:
+    """Have the model's graph read, if it has not been.
+
+    Args:
+        device: for which it is read. It shows that step.
+        digest: have the model digested before, so that what is read is compared with it.
 
     Raises:
         CallerError, CompilationError: a file is broken, or has changed; or the runtime was closed.
     """
     if isinstance(model, StepModel) or models.is_loaded(model):
-        acts = (model.digest_here, model.read_here) if digest else (model.read_here,)
-        await _by_disk(devices, *acts)
+        if device and not models.is_read(model):
+            step(device, READING)
+        devices.check_open()
+        await devices.disk.ask(until, lambda: devices.closed, partial(_read, model, digest))
 
 
-async def _by_disk(devices: Devices, *acts: Callable[[], None]) -> None:
-    """Run these acts in a thread. It goes on if its caller leaves, for the next one. It ends when the runtime closes."""
-    devices.check_open()
-
-    def act() -> None:
-        for each in acts:
-            until(lambda: devices.closed, each)
-
-    await devices.disk.ask(act)
+def _read(model: models.Model | StepModel, digest: bool) -> None:
+    if digest:
+        model.digest_here()
+    model.read_here()

@@ -25,7 +25,7 @@ from aionn.remote.device import RemotePreparedModel
 from aionn.runtime.logs import about
 from aionn.runtime.model import adopt
 from aionn.runtime.preparing.compile_acts import UnsupportedOperationError, supported_by
-from aionn.runtime.preparing.in_time import digested, in_time
+from aionn.runtime.preparing.in_time import digested, in_time, read
 from aionn.runtime.preparing.kept_plan import KeptPlan, decoded, encoded, scope_of
 from aionn.runtime.preparing.preparation import Found, prepare
 from aionn.runtime.preparing.request import CompileRequest
@@ -92,7 +92,8 @@ class Partition:
         if error is not None and error.device == name and error.supported is not None:
             return error.supported
         remote = await self._devices.get(name, self._options.priority)
-        return await supported_by(self._devices, remote, self._model, self._options)
+        await read(self._devices, self._model, name)
+        return await supported_by(remote, self._model, self._options)
 
     async def cut(self, versions: Mapping[str, str]) -> Found:
         """Cut the model over the devices of `capable`, prepare its steps, and keep the plan.

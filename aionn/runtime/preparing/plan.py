@@ -10,8 +10,8 @@ that was cut (`partition`).
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Coroutine, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from aionn import trace
 from aionn.errors import (
@@ -51,7 +51,7 @@ def checked_names(devices: Devices, names: Iterable[str] | None) -> Sequence[str
         return None
     if isinstance(names, str | bytes) or not isinstance(names, Iterable) or not (found := tuple(names)):
         raise CallerError(f"devices={names!r}: give a sequence of device names, as in ('onnxruntime',), or None for every device")
-    return tuple(devices.find(name).name for name in found)
+    return tuple([devices.find(name).name for name in found])
 
 
 def checked_stages(devices: Devices, names: Sequence[str]) -> Sequence[str]:
@@ -68,7 +68,7 @@ def checked_stages(devices: Devices, names: Sequence[str]) -> Sequence[str]:
     return names
 
 
-async def prepare_on_best(devices: Devices, request: CompileRequest) -> Found:
+def prepare_on_best(devices: Devices, request: CompileRequest) -> Coroutine[Any, Any, Found]:
     """Prepare the model on the first device that can run it whole. Otherwise cut it over the devices.
 
     Raises:
@@ -77,11 +77,7 @@ async def prepare_on_best(devices: Devices, request: CompileRequest) -> Found:
         CompilationError, MemoryAllocationError, DriverDiedError, DriverHungError: the best candidate that can run every node failed, or the
             device of a step. Without candidates all the others have failed, too, and their errors are notes of this one.
     """
-    search = _Search(devices, request)
-    try:
-        return await search.run()
-    finally:
-        search.forget()
+    return _Search(devices, request).run()
 
 
 class _Search:
@@ -100,12 +96,6 @@ class _Search:
         self._unavailable: dict[str, DeviceUnavailableError] = {}
         self._failures: list[AionnError] = []
 
-    def forget(self) -> None:
-        """Forget all errors. Each error's traceback refers to the search, so these lists would keep the model until a collection."""
-        self._shortfalls.clear()
-        self._unavailable.clear()
-        self._failures.clear()
-
     @property
     def _partition(self) -> Partition:
         from aionn.runtime.preparing.partition import Partition  # most models need none
@@ -116,29 +106,28 @@ class _Search:
 
     async def run(self) -> Found:
         """See `prepare_on_best`."""
-        for name in self._candidates:
-            found = await self._on(name)
-            if found is not None:
-                return found
-        if not self._shortfalls or self._model.format != "onnx":  # no other format can be cut
-            raise self._why_none()
-        found = await self._kept()
-        return found if found is not None else await self._cut()
-
-    async def _on(self, name: str) -> Found | None:
-        """Prepare the whole model on one device. Returns None if another device is to be tried."""
-        if self._shortfalls and not await self._caches(name) and (found := await self._kept()) is not None:
-            return found  # to ask a device that does not cache needs the graph, which a plan from the cache does without
         try:
-            prepared, outcome = await prepare(self._devices, name, self._request)
-            return prepared, (outcome,)
-        except UnsupportedOperationError as error:
-            self._shortfalls.append(error)
-            trace.count("plan.device_cannot", device=name)
-        except AionnError as error:
-            if not self._passes_over(name, error, "model"):
-                raise
-        return None
+            for name in self._candidates:
+                if self._shortfalls and not await self._caches(name) and (found := await self._kept()) is not None:
+                    return found  # to ask a device that does not cache needs the graph, which a plan from the cache does without
+                try:
+                    prepared, outcome = await prepare(self._devices, name, self._request)
+                    return prepared, (outcome,)
+                except UnsupportedOperationError as error:
+                    self._shortfalls.append(error)
+                    trace.count("plan.device_cannot", device=name)
+                except AionnError as error:
+                    if not self._passes_over(name, error, "model"):
+                        raise
+            if not self._shortfalls or self._model.format != "onnx":  # no other format can be cut
+                raise self._why_none()
+            found = await self._kept()
+            return found if found is not None else await self._cut()
+        finally:
+            # Each error's traceback refers to the search, so these lists would keep the model until a collection.
+            self._shortfalls.clear()
+            self._unavailable.clear()
+            self._failures.clear()
 
     async def _caches(self, name: str) -> bool:
         """Return whether a device caches. One that is not there counts as one that does."""

@@ -57,9 +57,9 @@ async def prepare(devices: Devices, name: str, request: CompileRequest) -> tuple
     """
     options, cache = request.options, request.cache
     in_use = nullcontext() if cache is None else cache.store.in_use()
-    with devices.kept(name, options.priority), in_use, counted(name) as attempt:
+    with devices.kept(name, options.priority) as device, in_use, counted(name) as attempt:
         try:
-            remote = await devices.get(name, options.priority)
+            remote = await devices.live(device)
             if cache is None:
                 prepared = await compile_model(devices, remote, request.model, options)
                 outcome = CacheOutcome(CacheOutcomeKind.NO_CACHE, None, name)

@@ -24,6 +24,7 @@ from aionn.hal.interfaces import CacheHandles, PrepareOptions
 from aionn.hal.types import CacheFiles
 from aionn.remote.device import RemoteDevice
 from aionn.runtime.preparing.compile_acts import bound, check_supported
+from aionn.runtime.preparing.in_time import read
 from aionn.runtime.processes.devices import Devices, introduced
 from aionn.runtime.processes.process import DriverProcess
 from aionn.runtime.progress import COMPILING, STARTING, model_name, step
@@ -89,7 +90,8 @@ class LocalWorker:
         handles = bound(CacheHandles(target.model, target.data, request.key), request.model_digest)
         step(name, STARTING)
         async with worker(self._devices, name, self._threads) as remote:
-            await check_supported(self._devices, remote, request.model, options)
+            await read(self._devices, request.model, name)
+            await check_supported(remote, request.model, options)
             step(name, COMPILING, self._expected_s)
             prepared = await remote.prepare_model(request.model, options, handles)
             return prepared.save_outcome

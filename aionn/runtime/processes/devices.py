@@ -64,6 +64,7 @@ class Device:
         self._asked = anyio.Event()
         self._starts = 0
         self._kept = 0
+        self._met: RemoteDevice | None = None
         self._restarts = Restarts(name)
 
     def __repr__(self) -> str:
@@ -151,6 +152,7 @@ def introduced(device: Device, remote: RemoteDevice) -> RemoteDevice:
     known, facts = [each._facts.sandbox for each in devices], DeviceFacts.of(remote)
     for each in devices:
         each._facts = facts
+    device._met = remote
     if facts.sandbox not in known:  # once for each device, and not at each start
         facts.log_gaps(device.name)
     return remote
@@ -206,6 +208,8 @@ class Devices:
             CallerError: `name` is not a text, or empty.
             DeviceUnavailableError: no engine of that name is installed.
         """
+        if isinstance(name, str) and name in self.by_name:
+            return self.by_name[name]
         if not isinstance(name, str) or not name:
             raise CallerError(f"device {name!r}: give the name of a device, as in 'onnxruntime'")
         key = self.homes.key(name)
@@ -222,22 +226,22 @@ class Devices:
         Raises:
             DeviceUnavailableError, DriverDiedError, DriverHungError: the driver process cannot be started.
         """
-        return await self._live(self._of(name, priority))
+        return await self.live(self._of(name, priority))
 
     def _of(self, name: str, priority: Priority) -> Device:
         device = self.find(name)
         return (device.low_priority if priority is Priority.LOW else None) or device
 
     @contextmanager
-    def kept(self, name: str, priority: Priority) -> Iterator[None]:
-        """Keep the device's driver process from being ended as unused for the body, which prepares a model in it.
+    def kept(self, name: str, priority: Priority) -> Iterator[Device]:
+        """Yield the device for compilations of that priority. Its driver process is not ended as unused during the body.
 
         Raises: as `find`.
         """
         device = self._of(name, priority)
         device._kept += 1
         try:
-            yield
+            yield device
         finally:
             device._kept -= 1
 
@@ -265,12 +269,17 @@ class Devices:
         words = "the driver process %d of device %r was ended, because no compilation needs it now"
         logger.info(words, process.pid, device.name, extra=about(device=device.name))
 
-    async def _live(self, device: Device) -> RemoteDevice:
+    async def live(self, device: Device) -> RemoteDevice:
+        """Return the live device. Its driver process is started if it has none.
+
+        Raises: as `get`.
+        """
         process = device._process
         device._asked.set()
-        if process is not None and process.serving is not None:
+        remote = None if process is None else process.serving
+        if remote is not None:
             self.check_open()
-            return introduced(device, process.serving)
+            return remote if remote is device._met else introduced(device, remote)
         step(device.name, STARTING)
         async with device._starting:
             process = device._process
@@ -335,7 +344,7 @@ class Devices:
         if device._process is process:
             device._process = None
         device._restarts.forgive()
-        await self._live(device)
+        await self.live(device)
 
     def check_open(self) -> None:
         """Raise a `CallerError` if the runtime was closed."""
