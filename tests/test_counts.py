@@ -18,16 +18,16 @@ from tests.bench import size
 
 # step: calls, files, bytecodes (of Python 3.11)
 MOST: dict[str, tuple[int, int, int]] = {
-    "compile without cache": (450, 57, 8_800),
-    "MISS": (800, 85, 12_900),
-    "HIT": (360, 60, 7_200),
+    "compile without cache": (400, 55, 8_500),
+    "MISS": (480, 80, 10_000),
+    "HIT": (305, 58, 6_800),
     "compute, first of a compilation": (520, 55, 12_900),
     "compute, hot": (12, 5, 383),
     "burst, open": (250, 37, 6_300),
     "burst.compute, usual": (6, 3, 253),
-    "swap": (1_600, 95, 32_000),
+    "swap": (1_400, 90, 30_000),
 }
-MOST_CODE_LINES = 40_474
+MOST_CODE_LINES = 40_471
 MOST_FILES = 400
 MOST_LINES_OF_C = 5_170
 MOST_NAMES_DEFINED_TWICE = 7
