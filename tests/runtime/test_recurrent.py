@@ -341,3 +341,26 @@ async def test_a_driver_that_dies_in_a_step_takes_the_state_with_it(fake: FakeDe
             await step()
             np.testing.assert_array_equal(await state.snapshot(), [9, 9, 9, 9])
             assert short[-1]
+
+
+@pytest.mark.parametrize("way", ["long", "short"])
+async def test_the_state_of_a_failed_step_is_free_when_its_inputs_are_reported(fake: FakeDevice, short: list[bool], way: str) -> None:
+    reported: list[Any] = []
+    async with leak_check(), aionn.Runtime() as runtime:
+        compilation = await runtime.compile(model(), devices=(fake.name,))
+        compilation._parts.compiled.on_failure = lambda _, error, inputs: reported.append((error, inputs))
+        async with compilation.burst() as burst, await compilation.allocate(**ROLES) as state:
+            await state.reset(5)
+            for _ in range(1 if way == "long" else 3):
+                await burst.compute({"x": x(), "state": state}, outputs={"stateN": state})
+            burst._recurrent = None if way == "long" else burst._recurrent
+            fake.fail()
+            with anyio.fail_after(20), pytest.raises(aionn.ExecutionError, match="failed on demand") as raised:
+                await burst.compute({"x": x(7), "state": state}, outputs={"stateN": state})
+            (error, inputs) = reported[0]
+            assert error is raised.value
+            np.testing.assert_array_equal(inputs["x"], x(7))
+            np.testing.assert_array_equal(inputs["state"], np.full(4, 6 if way == "long" else 8, np.float32))
+            assert short == ([] if way == "long" else [True] * 3)
+        reported.clear()
+        del raised, error, inputs

@@ -269,7 +269,11 @@ class Execution:
         return None
 
     async def _failure(self) -> AionnError:
-        """Report an answer that is an error. Returns what it means to the caller."""
+        """Report an answer that is an error. Returns what it means to the caller.
+
+        What it holds is given back first. The report reads its inputs, and a second try elsewhere may need them.
+        """
+        self._act(Act.SETTLE)
         self.failed = result = self.result
         assert result is not None
         assert self.channel is not None
@@ -282,8 +286,6 @@ class Execution:
         executor, result, channel = self.executor, self.failed, self.channel
         if executor.fallback is None or result is None or channel is None or isinstance(error, OutputInsufficientSizeError):
             return None
-        if self.state is not State.SETTLED:
-            self._act(Act.SETTLE)  # nothing is lent during the second try
         outputs = await executor.fallback(channel.serving, error, result, self.call)
         executor.counts.add(FELL_BACK, outputs is not None)
         return outputs
