@@ -26,13 +26,13 @@ from aionn.hal.types import CacheFiles
 from aionn.needs import NAMES
 
 
-def find_engine(name: str, home: str = "") -> Engine:
+def find_engine(name: str) -> Engine:
     """Make the engine of that name. See `find`.
 
     Raises:
         DeviceUnavailableError: as `find`; or it is a device that was written by hand.
     """
-    found = find(name, home)
+    found = find(name)
     if by_hand.is_device(found):
         raise DeviceUnavailableError(name, f"device {name!r} is an IDevice written by hand, so there is no engine; use the device itself")
     return found

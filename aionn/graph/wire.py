@@ -120,14 +120,14 @@ class Excision(msgspec.Struct, frozen=True):
     key: str
 
 
-def survey(read: Read, size: int, larger_than_bytes: int = LARGE_BYTES) -> Survey:
+def survey(read: Read, size: int) -> Survey:
     """Find the tensors of a serialized ModelProto.
 
     Raises:
         WireError: the bytes cannot be a protobuf message.
     """
     found = Survey(size)
-    walk = _Walk(read, found, larger_than_bytes)
+    walk = _Walk(read, found)
     found.cuts = walk.message(0, size, "model", 0)
     return found
 
@@ -138,7 +138,7 @@ def operator_sets(message: bytes) -> dict[str, int] | None:
     Raises:
         ValueError: the bytes cannot be a ModelProto.
     """
-    return _Walk(lambda at, length: message[at : at + length], Survey(len(message)), LARGE_BYTES).operator_sets()
+    return _Walk(lambda at, length: message[at : at + length], Survey(len(message))).operator_sets()
 
 
 def excise(found: Survey, kept: Sequence[bytes]) -> Excision:
@@ -176,8 +176,8 @@ def excise(found: Survey, kept: Sequence[bytes]) -> Excision:
 class _Walk:
     """One walk over a message, through a window that moves forward."""
 
-    def __init__(self, read: Read, found: Survey, larger_than_bytes: int) -> None:
-        self._read, self._found, self._larger_than_bytes = read, found, larger_than_bytes
+    def __init__(self, read: Read, found: Survey) -> None:
+        self._read, self._found = read, found
         self._window = b""
         self._base = 0
         self._names_a_file = False
@@ -194,7 +194,7 @@ class _Walk:
         self._names_a_file = b"location" in self._window
 
     def _leads_to_tensors(self, content: int, end: int) -> bool:
-        if end - content > self._larger_than_bytes:
+        if end - content > LARGE_BYTES:
             return True
         self._show(content, end - content)
         return self._names_a_file and b"location" in self._window[content - self._base : end - self._base]
@@ -257,7 +257,7 @@ class _Walk:
             start = at
             number, wire_type, content, at = self._field_at(at, end)
             if number == _RAW_DATA and wire_type == 2:
-                if at - content > self._larger_than_bytes:
+                if at - content > LARGE_BYTES:
                     cuts.append(_Cut(start, content, at, number, (), len(self._found.spans)))
                     self._found.spans.append((content, at))
             elif number == _EXTERNAL_DATA and wire_type == 2:

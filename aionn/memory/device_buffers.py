@@ -41,18 +41,17 @@ _LAST_TOKEN = 2**32 - 1  # HAL 1.3: uint32_t
 class DeviceBuffers:
     """The buffers of one driver, or of one client of it, by token."""
 
-    def __init__(self, reserve: Callable[[int], Any] = bytearray, tokens: itertools.count[int] | None = None) -> None:
+    def __init__(self, reserve: Callable[[int], Any] = bytearray) -> None:
         """Make an empty registry.
 
         Args:
             reserve: called with a size in bytes, returns writable, zeroed memory of that size (`memory.region.reserve`,
                 `bytearray`), or raises MemoryAllocationError.
-            tokens: where tokens come from. Registries of one driver that share it never give out the same token.
         """
         self._reserve = reserve
         self._lock = threading.RLock()
         self._buffers: dict[int, DeviceBuffer] = {}
-        self._tokens = itertools.count(1) if tokens is None else tokens
+        self._tokens = itertools.count(1)
 
     def __len__(self) -> int:
         return len(self._buffers)

@@ -118,7 +118,7 @@ def _available(limit: Limit) -> int:
     return limit.available_bytes
 
 
-def allocation_error(needed_bytes: int, error: OSError, what: str = "", root: Path = _ROOT) -> MemoryAllocationError:
+def allocation_error(needed_bytes: int, error: OSError, what: str = "") -> MemoryAllocationError:
     """Return the error for a caller whose memory the kernel refused. `what` begins its sentence."""
     if error.errno in NO_DESCRIPTOR_LEFT:
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
@@ -128,7 +128,7 @@ def allocation_error(needed_bytes: int, error: OSError, what: str = "", root: Pa
             needed_bytes=needed_bytes,
             available_bytes=None,
         )
-    limit = tightest(root)
+    limit = tightest()
     have = "" if limit is None else f"; {limit.name} leaves {limit.available_bytes}"
     return MemoryAllocationError(
         f"{what}{needed_bytes} bytes of shared memory could not be reserved: {error.strerror}{have}; ask for less or raise the limit",
