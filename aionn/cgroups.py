@@ -15,8 +15,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["ROOT", "Folder", "Quota", "cpu_quota", "folders", "text_of"]
-
 ROOT = Path("/")
 
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 import codecs
 import re
 
-__all__ = ["EscapedStream", "escaped"]
-
 
 class _EscapeTable(dict[int, str]):
     """Maps each character that is not printable to its escape, for `str.translate`."""

@@ -19,8 +19,6 @@ from typing import Any, TypeVar
 import blake3
 import msgspec
 
-__all__ = ["FileRange", "ShortFileError", "StoppedError", "copy_ranges", "digest_of", "digest_ranges", "private_memory", "until"]
-
 T = TypeVar("T")
 
 _CHUNK_BYTES = 4 << 20

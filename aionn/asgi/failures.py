@@ -12,8 +12,6 @@ from starlette.websockets import WebSocket, WebSocketState
 
 from aionn.errors import DeadlineError, DeviceUnavailableError, DriverDiedError, DriverHungError, MemoryAllocationError
 
-__all__ = ["exception_handlers"]
-
 logger = logging.getLogger("aionn.asgi")
 
 RETRY_AFTER_S = 1

@@ -12,8 +12,6 @@ from starlette.routing import BaseRoute, Route
 import aionn
 from aionn.asgi.requests import RETRY_AFTER_S, models
 
-__all__ = ["routes"]
-
 
 def routes(runtime: aionn.Runtime | None = None) -> list[BaseRoute]:
     """Return the routes /livez, /readyz and /startupz: `app.routes.extend(aionn.asgi.routes())`, or `Starlette(routes=[...])`.

@@ -11,8 +11,6 @@ import aionn
 from aionn.asgi.served import Models, WantedModel
 from aionn.errors import CallerError
 
-__all__ = ["RETRY_AFTER_S", "burst", "compilation", "models"]
-
 RETRY_AFTER_S = 5
 """Seconds that a client is asked to wait before it tries again. How long a compile takes is not known."""
 

@@ -29,8 +29,6 @@ from aionn.hal.values import outside_frames
 from aionn.runtime.progress import expecting
 from aionn.runtime.runtime import opened_of
 
-__all__ = ["ModelSpec", "Models", "WantedModel", "checked_models"]
-
 logger = logging.getLogger("aionn.asgi")
 
 ModelSpec = str | os.PathLike[str] | aionn.Model | tuple[str | os.PathLike[str] | aionn.Model, Mapping[str, Any]]

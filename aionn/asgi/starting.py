@@ -9,8 +9,6 @@ from typing import Any
 import aionn
 from aionn.asgi.served import Models, ModelSpec, checked_models
 
-__all__ = ["lifespan"]
-
 Lifespan = Callable[[Any], AbstractAsyncContextManager[Mapping[str, Any]]]
 
 

@@ -17,8 +17,6 @@ from aionn.hal.types import KEYRING_NEEDED
 if TYPE_CHECKING:
     from aionn.hal.trust import Keyring
 
-__all__ = ["believed", "note_adopted", "prepare_table"]
-
 _KEPT = 4
 """So many adopted artifacts are remembered per token."""
 

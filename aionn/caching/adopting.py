@@ -24,8 +24,6 @@ from aionn.hal.interfaces import CacheHandles
 from aionn.hal.trust import decode_keyring
 from aionn.hal.types import CacheFiles
 
-__all__ = ["Expected", "Offer", "verify_offer"]
-
 
 @dataclass(frozen=True, slots=True)
 class Expected:

@@ -18,8 +18,6 @@ from typing import Any, Literal
 from aionn.caching.outcomes import MissReason, Refusal
 from aionn.file_ranges import FileRange, ShortFileError, copy_ranges, digest_of, digest_ranges, private_memory
 
-__all__ = ["Purpose", "check_descriptors", "digests_of_files", "read_private", "record_of", "sole_writer", "write_whole"]
-
 _SMALL_BYTES = 2 << 20  # files of fewer bytes in all are read at once, each in one call
 _WRITABLE_BYTES = 64 << 10  # smaller copies are `bytes`
 _WRITE_BYTES = 4 << 20  # on kernels that do not preempt, a longer system call would keep a CPU from others, such as an event loop

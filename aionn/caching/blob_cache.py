@@ -38,8 +38,6 @@ from aionn.caching.state import StateFolder, device_database, open_database, pri
 from aionn.errors import CallerError
 from aionn.tasks import ClosedByWith
 
-__all__ = ["BlobCache", "Capacity", "Limits", "Policy", "Victim"]
-
 _log = logging.getLogger("aionn.caching")
 _FORMAT = 1
 

@@ -18,8 +18,6 @@ from itertools import islice
 
 from aionn.caching.private_folder import free_folder, hold
 
-__all__ = ["clean_up", "left_folders", "make_folder", "name_folder", "remove_folder"]
-
 _PREFIX = "aionn-exports-"
 _IN_MEMORY = "/dev/shm"
 _ENOUGH_BYTES = 1 << 30

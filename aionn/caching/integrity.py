@@ -49,8 +49,6 @@ from aionn.hal.engine import Artifact
 from aionn.hal.interfaces import CacheHandles
 from aionn.hal.types import CACHE_TOKEN_BYTES, KEYRING_NEEDED, CacheFiles
 
-__all__ = ["IntegrityStore", "Verified"]
-
 _log = logging.getLogger("aionn.caching")
 _CANDIDATES = 16  # the published set, one being published, two savers at once; and the same model in other cache directories
 _LOCK_WAIT_S = 5.0  # two drivers write the same files: the second waits for the first, which takes a fraction of a second

@@ -28,18 +28,6 @@ from aionn.errors import CallerError
 from aionn.hal.trust import KEY_BYTES, MAX_KEYS, Keyring, TrustedKey, encode_keyring
 from aionn.tasks import run_in_thread
 
-__all__ = [
-    "ADOPT",
-    "FOLDER",
-    "current_keyring",
-    "decode_public_key",
-    "encode_public_key",
-    "encoded_keyring",
-    "keyring_folder",
-    "read_keyring",
-    "warn_of_fault",
-]
-
 FOLDER = "AIONN_TRUSTED_BUILDERS"
 ADOPT = "AIONN_ADOPT"
 ENDING = ".pub"

@@ -21,19 +21,6 @@ from blake3 import blake3
 from aionn.caching.outcomes import MissReason, Refusal
 from aionn.hal.types import CACHE_TOKEN_BYTES, MAX_CACHE_FILES, CacheFiles
 
-__all__ = [
-    "FORMAT",
-    "MAX_MANIFEST_BYTES",
-    "MAX_PARTS_BYTES",
-    "Manifest",
-    "StoredFile",
-    "Wanted",
-    "decode_manifest",
-    "encode_manifest",
-    "file_names",
-    "reason_to_miss",
-]
-
 FORMAT = 1
 MAX_MANIFEST_BYTES = 64 * 1024
 MAX_PARTS_BYTES = 16 * 1024

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import msgspec
 
-__all__ = ["KEPT_S", "OutputDifference", "StageMeasurement"]
-
 KEPT_S = 7 * 86400.0
 """A measurement is kept for a week."""
 

@@ -17,8 +17,6 @@ from aionn.hal.model import Model
 from aionn.hal.types import CacheFiles
 from aionn.tasks import ClosedByWith
 
-__all__ = ["ArtifactRequest", "CompileBackend", "Offered"]
-
 
 def _ignore_words(words: str) -> None:
     """Ignore the words, as a request does whose progress is not shown."""

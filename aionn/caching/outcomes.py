@@ -13,8 +13,6 @@ from dataclasses import dataclass
 
 from aionn.errors import CallerError
 
-__all__ = ["CacheOutcome", "CacheOutcomeKind", "MissReason", "Refusal", "refusal_of_os_error"]
-
 
 class CacheOutcomeKind(enum.Enum):
     """How one step of a compilation was prepared.

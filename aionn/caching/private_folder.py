@@ -22,17 +22,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-__all__ = [
-    "RecordsFolder",
-    "UnsafeStateError",
-    "device_folder",
-    "free_folder",
-    "hold",
-    "missing_home",
-    "private_directory",
-    "user_state_directory",
-]
-
 _TRIES, _PAUSE_S = 100, 0.01
 _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 

@@ -24,22 +24,6 @@ from blake3 import blake3
 from aionn.caching.outcomes import MissReason, Refusal
 from aionn.caching.private_folder import RecordsFolder, UnsafeStateError, private_directory, user_state_directory
 
-__all__ = [
-    "BUSY_TIMEOUT_S",
-    "UNUSED_KEPT_S",
-    "StateFolder",
-    "device_database",
-    "is_damage",
-    "open_database",
-    "private_key",
-    "private_state",
-    "query",
-    "read_database",
-    "refusal_of_database_error",
-    "state_path",
-    "transaction",
-]
-
 StateFolder = str | os.PathLike[str] | RecordsFolder | None
 """Where records are kept. None stands for the user's state directory."""
 

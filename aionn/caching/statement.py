@@ -27,8 +27,6 @@ from aionn.hal.types import MAX_CACHE_FILES
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-__all__ = ["DOMAIN", "MAX_SIGNED_BYTES", "Statement", "claimed_statement", "sign_statement", "statement_of", "verified_statement"]
-
 FORMAT = 1
 DOMAIN = b"aionn.artifact\x01"
 """Begins what is signed, so that no signature for another purpose can pass for one of a statement."""

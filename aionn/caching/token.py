@@ -33,8 +33,6 @@ from blake3 import blake3
 from aionn.errors import CallerError
 from aionn.hal.types import CACHE_TOKEN_BYTES, ExecutionPreference, Priority
 
-__all__ = ["KeyParts", "Keys", "changed_parts", "decode_parts", "described_change", "device_token", "encode_parts", "encoded_keys"]
-
 _MAGIC = b"aionn.key\x01"
 _FAMILY_MAGIC = b"aionn.family\x01"
 _FIELD = struct.Struct("<BQ")

@@ -6,8 +6,6 @@ import re
 
 from aionn.cli.printing import UsageError
 
-__all__ = ["bytes_of", "seconds_of"]
-
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "": 1}
 
 

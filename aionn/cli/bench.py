@@ -28,8 +28,6 @@ from aionn.cli.printing import NotDoneError, UsageError, duration, error_console
 from aionn.cli.running import completed
 from aionn.cli.shapes import check_shapes, parse_shapes
 
-__all__ = ["BenchOptions", "run_bench"]
-
 FORMAT = 1
 _BUSY = 0.2
 _MOST_S = 1e9

@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Any
 
-__all__ = ["LOSS", "MeasureChange", "changes", "probability_of_chance"]
-
 LOSS = 0.10
 """A loss up to this share is not reported as one."""
 

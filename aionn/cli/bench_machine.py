@@ -10,8 +10,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Others", "machine", "machine_line"]
-
 _PACKAGES = ("aionn", "numpy", "uvloop", "onnxruntime", "openvino")
 
 

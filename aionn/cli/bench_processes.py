@@ -20,8 +20,6 @@ import anyio
 
 from aionn.cli.printing import NotDoneError
 
-__all__ = ["Echo", "first_answer_ns", "worker"]
-
 _HEAD = struct.Struct("=Q")
 
 

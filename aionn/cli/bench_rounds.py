@@ -7,8 +7,6 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-__all__ = ["LEAST_ROUNDS", "Measured", "Take", "rounds", "trips"]
-
 LEAST_ROUNDS = 5
 """Fewer rounds can show no significant difference between two runs."""
 

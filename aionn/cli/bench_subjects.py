@@ -30,18 +30,6 @@ from aionn.testing.models import identity_model
 if TYPE_CHECKING:
     from onnx import GraphProto
 
-__all__ = [
-    "Arrays",
-    "NotCachedError",
-    "measure_burst",
-    "measure_cache",
-    "measure_model",
-    "measure_stages",
-    "measure_start",
-    "two_stages",
-    "write_model",
-]
-
 Arrays = dict[str, NDArray[Any]]
 
 SIZES: Mapping[str, tuple[int, ...]] = {"64 B": (1, 16), "1.2 MB": (1, 3, 320, 320)}

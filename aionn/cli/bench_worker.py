@@ -16,8 +16,6 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-__all__ = ["main"]
-
 _HEAD = struct.Struct("=Q")
 
 

@@ -14,8 +14,6 @@ from aionn.caching.outcomes import Refusal
 from aionn.caching.store import BadEntry, CacheStore, EntryInfo, PruneReport
 from aionn.cli.printing import NotDoneError, ago, digest, duration, entries, print_json, print_table, size
 
-__all__ = ["list_entries", "prune_entries", "verify_entries"]
-
 
 def list_entries(directory: Path, as_json: bool) -> None:
     """Print every entry, then every stage measurement.

@@ -23,8 +23,6 @@ from aionn.cli.printing import NotDoneError, digest, duration, error_console, pr
 from aionn.escapes import escaped
 from aionn.events import CompileDone, CompileStep, CompileWaiting, Event, StageChanged
 
-__all__ = ["CompileArguments", "compile_model", "describe", "progress"]
-
 _WORTH_SAYING_S = 0.1
 """A step is shown with what it took the last time if that was so long."""
 

@@ -11,8 +11,6 @@ from aionn.cli.checks.row import Row, fail, warn
 from aionn.cli.printing import NotDoneError, duration, print_json, print_table
 from aionn.escapes import escaped
 
-__all__ = ["examine"]
-
 _NEEDED_BY_ENGINES = (
     "kernel",
     "memfd",

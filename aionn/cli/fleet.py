@@ -29,8 +29,6 @@ from aionn.fleet.pulling import Pulled, pull_cache
 from aionn.fleet.pushing import EntryPushed, push_cache
 from aionn.fleet.sweeping import SweepReport, sweep
 
-__all__ = ["make_key", "pull_entries", "push_entries", "sweep_store", "verify_store"]
-
 _WORK_PATIENCE_S = 30.0
 """Seconds without an answer after which a command that only works on a store gives up. A start of an app does not wait for these."""
 

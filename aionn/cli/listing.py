@@ -10,8 +10,6 @@ import aionn
 from aionn.cli.printing import print_json, print_table
 from aionn.errors import AionnError
 
-__all__ = ["list_devices"]
-
 
 def list_devices(as_json: bool) -> None:
     """Print all devices, best first, with those that cannot start."""

@@ -17,8 +17,6 @@ try:
 except ImportError as error:
     raise UsageError("aionn metrics needs prometheus_client; install it with: pip install 'aionn[metrics]'") from error
 
-__all__ = ["print_metrics", "serve_metrics"]
-
 
 def print_metrics(as_json: bool) -> None:
     """Print the metrics of now."""

@@ -14,21 +14,6 @@ from rich.table import Table
 
 from aionn.escapes import escaped
 
-__all__ = [
-    "NotDoneError",
-    "UsageError",
-    "ago",
-    "digest",
-    "duration",
-    "entries",
-    "error_console",
-    "print_json",
-    "print_plainly",
-    "print_table",
-    "show_warnings",
-    "size",
-]
-
 _WIDE = 10_000
 """Width of a table that goes into a file or a pipe, where nothing is wrapped or cut."""
 

@@ -11,8 +11,6 @@ try:
 except ImportError as error:
     raise UsageError("aionn ray needs Ray, obstore and cryptography; install them with: pip install 'aionn[ray]'") from error
 
-__all__ = ["show_node_resources"]
-
 
 def show_node_resources(devices: Sequence[str] | None, as_json: bool) -> None:
     """Print the resources of this machine, by device.

@@ -25,8 +25,6 @@ from aionn.errors import ExecutionError
 from aionn.escapes import escaped
 from aionn.runtime.executing.made_up import made_up_array
 
-__all__ = ["RunOptions", "completed", "run_model"]
-
 Arrays = dict[str, NDArray[Any]]
 
 _MOST_VALUES = 16

@@ -30,8 +30,6 @@ try:
 except ImportError as error:
     raise UsageError("aionn serve-http needs Starlette and uvicorn; install them with: pip install 'aionn[web]'") from error
 
-__all__ = ["ServeOptions", "serve", "server_config"]
-
 KEEP_ALIVE_S = 75
 """A client may reuse a connection after so long a pause. uvicorn's own 5 s close connections on which clients just send a request."""
 

@@ -9,8 +9,6 @@ from math import prod
 import aionn
 from aionn.cli.printing import UsageError, size
 
-__all__ = ["Shape", "check_shapes", "parse_shapes"]
-
 Shape = tuple[int, ...]
 
 _MOST_EXTENT = 2**31 - 1

@@ -24,8 +24,6 @@ from aionn.cli.top_screen import show_screen
 from aionn.cli.top_snapshot import not_seen, snapshot
 from aionn.cli.top_tables import content
 
-__all__ = ["show_top"]
-
 _LEAST_INTERVAL_S, _USUAL_INTERVAL_S = 0.1, 1.0
 
 

@@ -13,8 +13,6 @@ from aionn.cli.top_reading import AppReading, DriverReading, ProcessReading, Rea
 from aionn.pages.app_layout import Kind, SlotView
 from aionn.pages.layout import Activity, percentile_s
 
-__all__ = ["BurstFigures", "DeviceFigures", "Figures", "RuntimeFigures", "figures"]
-
 STALLED_S = 5.0
 """A runtime whose event loop has not run for so long is shown as stalled."""
 

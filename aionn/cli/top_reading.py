@@ -20,8 +20,6 @@ from aionn.pages.layout import Activity
 from aionn.pages.page import time_namespace_of
 from aionn.pages.process_use import driver_device, own_pid_of, stat_of, status_of
 
-__all__ = ["AppReading", "DriverReading", "NotReadableError", "ProcessReading", "Reading", "read"]
-
 
 class NotReadableError(Exception):
     """No page can be read, or not that of the process asked for. The text is the sentence for the user."""

@@ -28,8 +28,6 @@ from aionn.cli.top_reading import NotReadableError, Reading, read
 from aionn.cli.top_snapshot import not_seen
 from aionn.cli.top_tables import SORTS, content
 
-__all__ = ["show_screen"]
-
 _WAKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGTSTP, signal.SIGCONT, signal.SIGWINCH)
 
 

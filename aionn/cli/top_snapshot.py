@@ -8,8 +8,6 @@ import time
 from aionn.cli.top_figures import Figures, figures
 from aionn.cli.top_reading import read
 
-__all__ = ["is_snapshot", "none_open", "not_seen", "snapshot"]
-
 
 def is_snapshot(arguments: list[str]) -> bool:
     """Return whether a command line asks for one snapshot as JSON, without any other option.

@@ -14,8 +14,6 @@ from aionn.cli.top_figures import BurstFigures, DeviceFigures, Figures, RuntimeF
 from aionn.cli.top_snapshot import none_open
 from aionn.escapes import escaped
 
-__all__ = ["SORTS", "content"]
-
 Row = tuple[RuntimeFigures, BurstFigures]
 
 SORTS: dict[str, Callable[[Row], Any]] = {

@@ -15,8 +15,6 @@ from aionn.pages.layout import LayoutError
 from aionn.trace.events import Recorded
 from aionn.trace.file import write
 
-__all__ = ["check_output", "trace_process"]
-
 MOST_SECONDS = 3600
 
 

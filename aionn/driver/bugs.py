@@ -15,8 +15,6 @@ from types import TracebackType
 
 from aionn.errors import text_of
 
-__all__ = ["noted", "report_bug", "sentence_of"]
-
 logger = logging.getLogger("aionn.driver")
 
 _BUGS = (

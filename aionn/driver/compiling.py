@@ -13,8 +13,6 @@ from aionn.hal.engine import CompileOptions, Engine, Executable
 from aionn.hal.model import Model, known_contents, may_change
 from aionn.hal.values import outside_frames
 
-__all__ = ["Compiled", "compilation_error", "compiled_model"]
-
 
 class Compiled(NamedTuple):
     """A compiled model.

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import os
 
-__all__ = ["way_out"]
-
 _NO_TEMPORARY = "No usable temporary directory"
 """How the error of `tempfile` begins that has tried the usual folders."""
 

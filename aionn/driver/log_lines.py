@@ -16,8 +16,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-__all__ = ["LogLines"]
-
 MAX_BYTES = 8192
 PER_SECOND = 50
 SECOND_S = 1.0

@@ -26,9 +26,6 @@ from aionn.hal.interfaces import PrepareOptions
 from aionn.hal.model import Model, known_contents, may_change
 from aionn.hal.types import MemoryKind
 
-__all__ = ["CompiledIdentity", "Shared", "Sharing", "identity_of", "identity_of_stored"]
-
-
 _SEALED_BYTES = 16 << 20
 """A model without a token whose sealed constants are larger is not recognised: the loop would take too long to digest them."""
 

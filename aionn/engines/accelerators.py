@@ -10,8 +10,6 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-__all__ = ["nvidia_versions"]
-
 
 def _by_pointer(name: str) -> Callable[[ctypes.CDLL], int]:
     def ask(library: ctypes.CDLL) -> int:

@@ -8,8 +8,6 @@ from aionn.engines.onnxruntime_errors import without_status
 from aionn.errors import ExecutionError
 from aionn.hal.types import ErrorStatus
 
-__all__ = ["onnxruntime_failure", "openvino_failure", "reference_failure"]
-
 _ORT_NODE = re.compile(r"Non-zero status code returned while running (\S+) node\. Name:'(.*?)' Status Message: ")
 _PLACE = re.compile(r"\S+\.(?:h|hpp|cc|cpp):\d+:?")
 _ORT_PLACE = re.compile(_PLACE.pattern + r" (?:[^()]*(?:\([^()]*\)[^()]*)*?\([^()]*\)(?: const)? |\w+ )(?=\S)")

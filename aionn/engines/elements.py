@@ -16,8 +16,6 @@ from numpy.typing import NDArray
 from aionn.hal.engine import Executable, ExecutionReport
 from aionn.hal.types import OperandType
 
-__all__ = ["PACKED_BITS", "PackedRuns", "as_bytes", "pack", "packed_bytes", "unpack"]
-
 PACKED_BITS = {OperandType.INT4: 4, OperandType.UINT4: 4, OperandType.FLOAT4E2M1: 4, OperandType.INT2: 2, OperandType.UINT2: 2}
 """The types whose elements engines pack."""
 

@@ -20,8 +20,6 @@ from typing import Any
 from aionn.errors import CallerError
 from aionn.needs import NAMES, Needs
 
-__all__ = ["FILE", "is_test_double", "needs_of"]
-
 FILE = "aionn-engine.toml"
 
 _NOT_THERE = (0, errno.ENOENT, errno.ENOTDIR)  # zipimport raises errors with the number 0

@@ -55,8 +55,6 @@ from aionn.hal.model import Model, Operation
 from aionn.hal.options import NO_OPTIONS, OptionValue
 from aionn.hal.types import CacheFiles, DeviceType, ExecutionPreference
 
-__all__ = ["OnnxRuntimeEngine", "OnnxRuntimeExecutable"]
-
 TINY_WORK = 500_000_000
 """Weights times input elements up to which one thread is used. Hardly a weight meets an input element more than once, so the product
 bounds the multiplications from above. In so short a run, waking a second thread that does not spin costs more than it saves: silero

@@ -17,8 +17,6 @@ from aionn.engines.onnxruntime_errors import without_status
 from aionn.errors import CompilationError, DeviceUnavailableError
 from aionn.hal.types import DeviceType
 
-__all__ = ["CPU", "Provider", "nodes_on", "short_names"]
-
 CPU = "CPUExecutionProvider"
 
 # An ONNX model of one Identity node, from float x[1] to y: too small a thing to import onnx for at each start.

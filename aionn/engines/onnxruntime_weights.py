@@ -21,8 +21,6 @@ from aionn.hal.model import Constant
 
 GiveBack = Callable[[memoryview], None]
 
-__all__ = ["InPlace", "outside_folder", "with_weights_outside"]
-
 
 class InPlace:
     """Constants for `add_initializer`. Keep this object until the session is made, and then what `kept` returns.

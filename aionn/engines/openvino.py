@@ -47,8 +47,6 @@ from aionn.hal.options import NO_OPTIONS, OptionValue
 from aionn.hal.types import CacheFiles
 from aionn.hal.values import outside_frames
 
-__all__ = ["OpenVINOEngine", "OpenVINOExecutable"]
-
 _CONVERTER = "openvino.tools.ovc"
 _ARTIFACT_FORMAT = 1
 

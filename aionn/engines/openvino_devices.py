@@ -11,8 +11,6 @@ from aionn.hal.engine import CompileOptions
 from aionn.hal.options import OptionValue
 from aionn.hal.types import DeviceType
 
-__all__ = ["Chosen", "computes_with", "flushes_denormals"]
-
 _CPU = "CPU"
 _AUTO = "AUTO"
 _OVER_OTHERS = (_AUTO, "HETERO", "MULTI", "BATCH")

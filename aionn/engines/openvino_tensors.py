@@ -11,8 +11,6 @@ from numpy.typing import NDArray
 from aionn.engines.elements import PACKED_BITS, PackedRuns, as_bytes
 from aionn.hal.types import OperandType
 
-__all__ = ["Tensors"]
-
 _KINDS = {
     "bf16": OperandType.BFLOAT16,
     "f8e4m3": OperandType.FLOAT8E4M3FN,

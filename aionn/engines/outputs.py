@@ -7,8 +7,6 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-__all__ = ["deliver"]
-
 
 def deliver(made: dict[str, NDArray[Any]], outputs: Mapping[str, NDArray[Any]]) -> None:
     """Move outputs from `made` into the arrays of `outputs`. Keep an output in `made` if its array has another shape.

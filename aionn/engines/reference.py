@@ -25,8 +25,6 @@ from aionn.hal.model import Model
 from aionn.hal.performance import Performance, PerformanceInfo
 from aionn.hal.types import CacheFiles
 
-__all__ = ["ReferenceEngine", "ReferenceExecutable"]
-
 _FOLDERS = {
     "ai.onnx.ml": "aionnxml",
     "ai.onnx.preview": "aionnx_preview",

@@ -24,8 +24,6 @@ from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
 from onnx.reference.ops import load_op
 
-__all__ = ["OPERATORS", "Evaluator"]
-
 Array = NDArray[Any]
 _SMALL_INTEGERS = frozenset(map(np.dtype, ("uint8", "int8", "uint16", "int16")))
 _INTEGERS = _SMALL_INTEGERS | {np.dtype("int32")}

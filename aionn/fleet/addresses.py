@@ -21,8 +21,6 @@ except ImportError as error:
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, ObjectStore, RetryConfig
 
-__all__ = ["OpenedStore", "open_address"]
-
 _FIRST_BACKOFF_S = 0.05
 _NO_LIMIT_S = 86400.0  # obstore's limit for a whole request counts from its start, so it would cut a large transfer
 

@@ -10,8 +10,6 @@ from aionn.errors import CallerError
 from aionn.runtime.opened import Opened
 from aionn.runtime.runtime import Runtime, opened_of
 
-__all__ = ["adopt", "use_backend"]
-
 
 async def adopt(runtime: Runtime, cache_dir: str | os.PathLike[str], offered: Offered, *, device: str | None = None) -> CacheOutcome:
     """Have the driver adopt an artifact, and put the artifact into a cache. Later compiles of the model with that cache are hits.

@@ -30,8 +30,6 @@ from aionn.fleet.folders import BadContentsError, Found
 from aionn.fleet.places import STATEMENTS, StatementPlace, file_path, seen_path, statement_place
 from aionn.fleet.requests import Requests
 
-__all__ = ["MAX_STATEMENT_BYTES", "ArtifactStore", "FilesOf", "Pushed", "each"]
-
 MAX_STATEMENT_BYTES = 64 * 1024
 _AT_ONCE = 8
 _FRESH_S = 3600.0  # far below the grace of a sweep: a file this young stays until the statement is written

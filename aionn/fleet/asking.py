@@ -27,8 +27,6 @@ from aionn.fleet.places import StatementPlace, file_path, fingerprint
 from aionn.hal.trust import Keyring
 from aionn.tasks import run_in_thread
 
-__all__ = ["PATIENCE_S", "StoreBackend", "ask_store", "fetch_offer"]
-
 PATIENCE_S = 2.0
 _log = logging.getLogger("aionn.fleet")
 

@@ -13,8 +13,6 @@ from aionn.fleet.folders import BadContentsError, Found
 from aionn.fleet.models import check_model
 from aionn.fleet.places import FILES, MODELS, StatementPlace, digest_in, file_path
 
-__all__ = ["BadObject", "Checked", "check_store"]
-
 _AT_ONCE = 4
 
 

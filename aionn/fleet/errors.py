@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from aionn.errors import AionnError
 
-__all__ = ["StoreError"]
-
 
 class StoreError(AionnError):
     """An artifact store cannot be used: it does not answer, it refuses, it is full, or its address is wrong.

@@ -11,8 +11,6 @@ import stat
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["BadContentsError", "Found", "found_below", "open_below", "read_small", "unlink_below"]
-
 
 class BadContentsError(Exception):
     """An object's contents are not those that its name stands for, or are too large, or the object is not a regular file."""

@@ -12,8 +12,6 @@ from aionn.fleet.artifact_store import FilesOf
 from aionn.fleet.places import StatementPlace, fingerprint
 from aionn.hal.trust import Keyring
 
-__all__ = ["claimed_files", "place_of", "statement_at", "trusted_files"]
-
 
 def place_of(statement: Statement) -> StatementPlace:
     """Return where a statement lies in a store."""

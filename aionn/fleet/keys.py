@@ -14,8 +14,6 @@ from aionn.caching.statement import MISSING, sign_statement, statement_of
 from aionn.errors import CallerError
 from aionn.hal.trust import KEY_BYTES, TrustedKey
 
-__all__ = ["BuilderKey"]
-
 _MAX_FILE_BYTES = 4096
 
 

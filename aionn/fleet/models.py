@@ -33,8 +33,6 @@ from aionn.graph.carrying import ModelFile
 from aionn.graph.files import Beside, OpenFile, open_model
 from aionn.runtime.model import Model, model_of_files
 
-__all__ = ["DAMAGED", "check_model", "fetch_model", "object_size", "put_model"]
-
 DAMAGED = (MissReason.WRONG_BYTES, MissReason.UNREADABLE)
 """Reasons of `fetch_model` for which the object of the store is to blame, and not this machine's disk."""
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import time
 
-__all__ = ["Pauses"]
-
 _PAUSE_S = 30.0
 """So long a service is left alone after a failure. Each compile in that time would wait for it in vain."""
 

@@ -18,20 +18,6 @@ from typing import NamedTuple
 
 from blake3 import blake3
 
-__all__ = [
-    "FILES",
-    "MODELS",
-    "SEEN",
-    "STATEMENTS",
-    "StatementPlace",
-    "digest_in",
-    "file_path",
-    "fingerprint",
-    "model_path",
-    "seen_path",
-    "statement_place",
-]
-
 FILES = "blake3"
 STATEMENTS = "statement"
 MODELS = "model"

@@ -26,8 +26,6 @@ from aionn.fleet.places import StatementPlace, fingerprint
 from aionn.fleet.records import Vouched, believed_entry, manifests_of
 from aionn.hal.trust import Keyring, encode_keyring
 
-__all__ = ["EntryPulled", "Pulled", "pull_cache"]
-
 
 @dataclass(frozen=True, slots=True)
 class EntryPulled:

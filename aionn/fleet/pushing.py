@@ -24,8 +24,6 @@ from aionn.fleet.keys import BuilderKey
 from aionn.fleet.records import UnreadableEntry, Vouched, believed_entry, manifests_of
 from aionn.hal.trust import Keyring, encode_keyring
 
-__all__ = ["EntryPushed", "push_cache"]
-
 
 @dataclass(frozen=True, slots=True)
 class EntryPushed:

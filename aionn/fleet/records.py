@@ -22,8 +22,6 @@ from aionn.engines.installed import installed_engines
 from aionn.hal.interfaces import CacheHandles
 from aionn.hal.types import CacheFiles
 
-__all__ = ["UnreadableEntry", "Vouched", "believed_entry", "manifests_of", "vouched_files"]
-
 _RECORD_BYTES = 8 + 32
 
 

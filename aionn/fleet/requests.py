@@ -33,8 +33,6 @@ from aionn.fleet.addresses import OpenedStore
 from aionn.fleet.errors import StoreError
 from aionn.fleet.folders import BadContentsError, Found, found_below, read_small, unlink_below
 
-__all__ = ["MULTIPART_BYTES", "Requests"]
-
 T = TypeVar("T")
 MULTIPART_BYTES = 64_000_000  # larger files go up in parts, so a lost connection costs one part
 _PART_BYTES = 16 << 20

@@ -29,8 +29,6 @@ from aionn.fleet.artifact_store import ArtifactStore, FilesOf, each
 from aionn.fleet.folders import Found
 from aionn.fleet.places import FILES, MODELS, SEEN, STATEMENTS, StatementPlace, digest_in, file_path, seen_path
 
-__all__ = ["GRACE_S", "KEEP_S", "SweepReport", "sweep"]
-
 KEEP_S = 30 * 86400.0
 GRACE_S = 86400.0  # longer than any push takes, and than clocks of builders and store differ
 _STAGING = re.compile(r".+#\d+")  # how obstore names a file that it has not finished

@@ -20,8 +20,6 @@ from aionn.graph.wire import Survey
 from aionn.hal.model import Model
 from aionn.hal.types import DataLocation, IMemory
 
-__all__ = ["ModelFile", "carried_by", "carried_files"]
-
 _CHUNK_BYTES = 4 << 20
 _MOST_KEPT_BYTES = 16 << 20
 """More than this is not kept beside the pool, because it would take memory from every app for a rare use."""

@@ -27,8 +27,6 @@ from aionn.hal.model import Model
 from aionn.hal.performance import Performance
 from aionn.hal.types import ExecutionPreference
 
-__all__ = ["HAND_OVER_US", "cut"]
-
 HAND_OVER_US = 30.0
 """What one more step costs, in microseconds of a CPU: a call to another process, its wake, and its answer."""
 

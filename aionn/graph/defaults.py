@@ -12,8 +12,6 @@ from aionn.graph.constants import PayloadOf
 from aionn.hal.types import Default
 from aionn.hal.values import joined_texts, split_texts
 
-__all__ = ["MOST_DEFAULT_BYTES", "take_defaults"]
-
 MOST_DEFAULT_BYTES = 64 * 1024
 """The most bytes of all defaults together. Some exporters list every weight among the inputs. Such weights stay constants."""
 

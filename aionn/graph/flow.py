@@ -17,8 +17,6 @@ from aionn.graph.checking import TYPES, nested_graphs
 from aionn.hal.model import Model
 from aionn.hal.types import OperandType
 
-__all__ = ["Flow"]
-
 _OPEN_EXTENT = 32
 """An open extent counts as this many elements in an estimate."""
 _MULTIPLY_ADDS_PER_US = 10_000

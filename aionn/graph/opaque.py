@@ -18,8 +18,6 @@ from aionn.hal.model import OPAQUE, Constant, Model, Operation
 from aionn.hal.options import is_unicode
 from aionn.hal.types import DataLocation, IMemory, Operand, OperandType
 
-__all__ = ["opaque_model"]
-
 _TOKEN_CONTEXT = "aionn 2026-11-22 token of a model that is not ONNX"
 
 

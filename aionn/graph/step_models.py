@@ -19,8 +19,6 @@ from aionn.graph.unchanged import contents_of
 from aionn.hal.model import Constant, Model, Operation, known_contents, known_token, may_change
 from aionn.hal.types import DataLocation
 
-__all__ = ["step_models"]
-
 _NO_DIGESTS: Mapping[str, bytes] = MappingProxyType({})
 
 

@@ -16,8 +16,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 import msgspec
 from blake3 import blake3
 
-__all__ = ["TEMPORARY_ALIGNMENT_BYTES", "Step", "TemporaryLayout", "check_steps", "lay_out", "lifetimes", "step_token"]
-
 TEMPORARY_ALIGNMENT_BYTES = 64
 """A cache line and AVX-512's width, so engines can read and write temporaries in place."""
 

@@ -23,8 +23,6 @@ from aionn.hal import model as hal_model
 from aionn.hal.model import Constant, Model, may_change
 from aionn.hal.types import DataLocation, IMemory, MemoryDescription, MemoryKind
 
-__all__ = ["changeable_contents", "contents_of", "own_constants"]
-
 
 def contents_of(digests: Iterable[bytes]) -> bytes:
     """`known_contents`, from the digests of the constants that may change, in order."""

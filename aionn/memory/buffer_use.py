@@ -25,8 +25,6 @@ from aionn.memory.device_buffer import DeviceBuffer
 from aionn.memory.domain import Dimensions
 from aionn.tasks import ClosedByWith
 
-__all__ = ["BufferUse", "ReadyUse"]
-
 _Held = tuple[DeviceBuffer, NDArray[np.uint8], tuple[int, ...]]
 """A buffer, its memory, and the shape of what lies there or is written there."""
 

@@ -28,17 +28,6 @@ from aionn.hal.types import MemoryDescription, MemoryKind
 from aionn.memory import limits
 from aionn.memory.dma_buf import is_dma_buf, size_of
 
-__all__ = [
-    "F_ADD_SEALS",
-    "F_SEAL_FUTURE_WRITE",
-    "F_SEAL_SEAL",
-    "SIZE_SEALS",
-    "check_description",
-    "check_descriptor",
-    "check_reserved",
-    "reserve_holes",
-]
-
 # The fcntl module of Python 3.11 may lack some of these, depending on the headers it was built with. The numbers are the kernel's.
 F_ADD_SEALS = 1033
 F_GET_SEALS = 1034

@@ -31,8 +31,6 @@ from aionn.errors import CallerError, ExecutionError
 from aionn.hal.types import ErrorStatus, OperandType
 from aionn.memory.domain import Dimensions, Role, combine_for_buffer, full_shape, given
 
-__all__ = ["DeviceBuffer", "KeepsUse"]
-
 
 def _as_bytes(buffer: Any) -> NDArray[np.uint8]:
     try:

@@ -33,8 +33,6 @@ from aionn.memory.buffer_use import BufferUse, ReadyUse
 from aionn.memory.device_buffer import DeviceBuffer
 from aionn.memory.domain import Dimensions, ModelInfo, Role, combine_for_buffer, combine_roles, full_shape, given
 
-__all__ = ["BufferRequest", "DeviceBuffers"]
-
 _LAST_TOKEN = 2**32 - 1  # HAL 1.3: uint32_t
 
 

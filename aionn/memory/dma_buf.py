@@ -11,8 +11,6 @@ import fcntl
 import os
 import struct
 
-__all__ = ["is_dma_buf", "size_of", "sync"]
-
 _SYNC = 0x40086200  # _IOW('b', 0, struct dma_buf_sync), linux/dma-buf.h
 _READ, _WRITE, _END = 1, 2, 4
 

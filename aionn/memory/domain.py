@@ -16,9 +16,6 @@ import msgspec
 from aionn.errors import CallerError
 from aionn.hal.types import BufferDesc, BufferRole, Operand, OperandType
 
-__all__ = ["Dimensions", "ModelInfo", "Role", "combine_dimensions", "combine_for_buffer", "combine_roles", "full_shape", "given"]
-
-
 Dimensions = tuple[int, ...] | None
 """Extents, with 0 for an open one. None while even the rank is open. () is a scalar."""
 

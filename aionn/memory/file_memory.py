@@ -9,8 +9,6 @@ from typing import Protocol
 from aionn.hal.types import MemoryDescription, MemoryKind
 from aionn.memory.region import Access, Region
 
-__all__ = ["FileMemory"]
-
 
 class _Open(Protocol):
     @property

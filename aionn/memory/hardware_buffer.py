@@ -35,8 +35,6 @@ from aionn.memory.memory import HasFileno, Memory
 from aionn.memory.region import PROT_READ, PROT_WRITE, Region
 from aionn.tasks import ClosedByWith
 
-__all__ = ["HardwareBuffer", "ImageFormat", "PlaneLayout"]
-
 ImageFormat = Literal["blob", "rgb_888", "rgba_8888", "nv12", "yuv420", "gray8"]
 TensorLayout = Literal["NHWC", "NCHW"]
 

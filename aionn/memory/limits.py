@@ -35,8 +35,6 @@ import msgspec
 from aionn import cgroups
 from aionn.errors import MemoryAllocationError
 
-__all__ = ["NO_DESCRIPTOR_LEFT", "Limit", "allocation_error", "limits", "require", "tightest"]
-
 NO_DESCRIPTOR_LEFT = (errno.EMFILE, errno.ENFILE)
 _ROOT = Path("/")
 

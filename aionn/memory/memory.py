@@ -32,8 +32,6 @@ from aionn.memory import limits
 from aionn.memory.region import PROT_READ, PROT_WRITE, Access, Region
 from aionn.tasks import ClosedByWith
 
-__all__ = ["HasFileno", "Memory", "extents_of", "whole_of"]
-
 _MOST_BYTES = 2**63
 """More bytes than any file, memory or array has."""
 

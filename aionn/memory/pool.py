@@ -367,6 +367,3 @@ def aligned(size_bytes: int) -> int:
 
 def _whole_pages(size_bytes: int) -> int:
     return -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
-
-
-__all__ = ["ALIGNMENT_BYTES", "Frame", "FramePool", "FramesInFlightError", "aligned"]

@@ -27,7 +27,8 @@ import threading
 from collections.abc import Callable
 from enum import Enum
 
-from aionn._mapping import Mapping, give_back
+from aionn._mapping import Mapping
+from aionn._mapping import give_back as give_back
 from aionn.errors import CallerError, ExecutionError
 from aionn.hal.types import ErrorStatus, MemoryDescription, MemoryKind
 from aionn.memory import dma_buf, limits
@@ -40,8 +41,6 @@ from aionn.memory.descriptors import (
     check_descriptor,
     reserve_holes,
 )
-
-__all__ = ["PAGE_BYTES", "PROT_READ", "PROT_WRITE", "Access", "MappingError", "Region", "give_back", "reserve"]
 
 PAGE_BYTES = mmap.PAGESIZE
 PROT_READ = mmap.PROT_READ

@@ -24,8 +24,6 @@ from math import prod
 
 from aionn.hal.types import Operand, Request, RequestArgument
 
-__all__ = ["Extent", "check_homes", "check_request", "input_shape", "output_shape"]
-
 Extent = tuple[Hashable, int, int]
 """Bytes [begin, end) of a file, as (device and inode, begin, end). The same file may be mapped at several addresses."""
 

@@ -20,17 +20,6 @@ from aionn.pages.app_layout import PageView, TraceRecord, names_in, records_in, 
 from aionn.pages.layout import Activity, LayoutError
 from aionn.pages.page import map_path, start_time_of, time_namespace_of
 
-__all__ = [
-    "Asking",
-    "FoundPage",
-    "PageHeader",
-    "TraceReader",
-    "find_drivers",
-    "find_headers",
-    "find_page",
-    "tracing",
-]
-
 _PAGE, _RING = "/memfd:aionn-stats", "/memfd:aionn-trace"
 _HEADER_BYTES = layout.RELEASE_WORD * 8 + layout.RELEASE_BYTES
 

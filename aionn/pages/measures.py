@@ -16,20 +16,6 @@ from typing import Literal
 from aionn.pages import layout
 from aionn.pages.app_layout import STAGE_STATES, Kind, PageView, SlotView
 
-__all__ = [
-    "MEASURES",
-    "MOST_SERIES",
-    "OCTAVE_EDGES_S",
-    "Labels",
-    "Measure",
-    "Names",
-    "Sums",
-    "add_page",
-    "drivers_on",
-    "octaves",
-    "seconds_in",
-]
-
 MOST_SERIES = 2000
 MOST_NAMES: Mapping[str, int] = {"runtime": 64, "model": 64, "burst": 256}
 """So many names of each kind are shown: of models and bursts for one runtime."""

@@ -21,24 +21,11 @@ from typing import Literal
 from aionn._mapping import Mapping
 from aionn.escapes import escaped
 from aionn.pages import layout
-from aionn.pages._page import Slot, Trace
+from aionn.pages._page import Slot as Slot
+from aionn.pages._page import Trace
 from aionn.pages.layout import Activity, LayoutError
 from aionn.pages.trace_records import notes_of
 from aionn.trace.events import Counter, Span
-
-__all__ = [
-    "BEAT_S",
-    "DriverPage",
-    "PageReader",
-    "Slot",
-    "make_page",
-    "map_path",
-    "map_sealed",
-    "own_start_time",
-    "private_slot",
-    "start_time_of",
-    "time_namespace_of",
-]
 
 BEAT_S = 0.5
 """How often a driver's loop writes its heartbeat."""

@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
-__all__ = ["ProcessStat", "ProcessUse", "child_with_pid", "driver_device", "own_pid_of", "stat_of", "status_of", "use_of"]
-
 _TICKS = os.sysconf("SC_CLK_TCK")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _DRIVER = b"aionn.driver"

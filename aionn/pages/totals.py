@@ -29,8 +29,6 @@ from aionn.pages.measures import Names, Sums, add_page, drivers_on
 from aionn.pages.page import start_time_of
 from aionn.pages.process_use import ProcessUse, child_with_pid, use_of
 
-__all__ = ["OtherPages", "OwnPage", "Totals"]
-
 
 class Totals:
     """What pages show together, and have shown."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Generator
 from typing import Protocol
 
-__all__ = ["Destructor"]
-
 
 class _ClosedOnce(Protocol):
     @property

@@ -43,8 +43,6 @@ from aionn.ray.resources import device_resources, resource_name
 from aionn.runtime.model import content_of
 from aionn.tasks import call_soon_from_anywhere, checked_seconds
 
-__all__ = ["Farm"]
-
 T = TypeVar("T")
 _log = logging.getLogger("aionn.ray")
 

@@ -25,8 +25,6 @@ from aionn.ray.orders import Order, OrderResult, OrderState, decode_order, decod
 from aionn.ray.resources import TASK_SHARE, resource_name
 from aionn.ray.tasks import compile_order
 
-__all__ = ["NAME", "NAMESPACE", "Flights", "flights_actor"]
-
 NAMESPACE = "aionn"
 NAME = "flights-2"
 """The number is the version of the messages between app and actor (`orders`)."""

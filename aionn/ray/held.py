@@ -24,8 +24,6 @@ from aionn.hal.values import outside_frames
 from aionn.ray.models import ModelSpec, compile_model, open_model
 from aionn.runtime.processes.early import checked_start
 
-__all__ = ["HeldModel", "first_devices"]
-
 logger = logging.getLogger("aionn.ray")
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0

@@ -29,8 +29,6 @@ from aionn.ray.streams import Inputs, compute_stream
 from aionn.runtime.executing.retrying import Retries
 from aionn.tasks import bounded_shield, checked_count, deadline_of, ending_by, time_left, ungrouped
 
-__all__ = ["CLOSE_S", "GRACEFUL_SHUTDOWN_S", "Holder"]
-
 logger = logging.getLogger("aionn.ray")
 
 GRACEFUL_SHUTDOWN_S = 20.0

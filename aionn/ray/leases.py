@@ -41,8 +41,6 @@ from typing import Any, Generic, Protocol, TypeVar
 from aionn.errors import CallerError, again
 from aionn.tasks import checked_count
 
-__all__ = ["ModelLeases"]
-
 logger = logging.getLogger("aionn.ray")
 
 

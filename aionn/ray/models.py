@@ -19,8 +19,6 @@ import anyio.to_thread
 import aionn
 from aionn.errors import CallerError
 
-__all__ = ["ModelSpec", "checked_specs", "compile_model", "open_model", "upgraded_specs"]
-
 logger = logging.getLogger("aionn.ray")
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")

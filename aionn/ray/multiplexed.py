@@ -29,8 +29,6 @@ from aionn.ray.streams import Inputs, compute_stream
 from aionn.runtime.executing.retrying import Retries
 from aionn.tasks import bounded_shield, checked_seconds, deadline_of, ending_by, time_left
 
-__all__ = ["ModelsById", "MultiplexedHolder", "checked_ids"]
-
 ModelsById = Mapping[str, Any] | Callable[[str], ModelSpec]
 
 _LEASES_END_S, _MODELS_END_S = 5.0, 8.0

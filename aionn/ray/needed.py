@@ -9,8 +9,6 @@ from typing import Any
 
 from aionn.errors import text_of
 
-__all__ = ["assigned_threads", "connected_ray", "first_line", "needed_ray"]
-
 
 def needed_ray() -> Any:
     """Return the package `ray`.

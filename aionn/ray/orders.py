@@ -13,8 +13,6 @@ import msgspec
 
 from aionn.fleet.places import StatementPlace, fingerprint
 
-__all__ = ["Order", "OrderResult", "OrderState", "decode_order", "decode_result", "decode_state", "encode"]
-
 
 class Order(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a task compiles.

@@ -15,8 +15,6 @@ from aionn.fleet.places import fingerprint
 from aionn.hal.types import Priority
 from aionn.runtime.runtime import opened_of
 
-__all__ = ["TASK_SHARE", "device_resources", "node_resources", "resource_name"]
-
 PREFIX = "aionn-fp:"
 _DIGITS = 16
 TASK_SHARE = 0.001

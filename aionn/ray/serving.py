@@ -13,8 +13,6 @@ from aionn.ray.multiplexed import ModelsById, MultiplexedHolder, checked_ids
 from aionn.ray.needed import needed_ray
 from aionn.tasks import checked_count
 
-__all__ = ["deployment", "serve_options"]
-
 _PERIOD_S, _TIMEOUT_S = 0.5, 5.0
 _BUSY_SHARE = 0.7
 

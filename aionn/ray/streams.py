@@ -9,8 +9,6 @@ import aionn
 from aionn.runtime.executing.retrying import Retries
 from aionn.runtime.streaming.stream import each
 
-__all__ = ["Inputs", "compute_stream"]
-
 Inputs = Mapping[str, Any]
 
 

@@ -35,8 +35,6 @@ from aionn.ray.needed import needed_ray
 from aionn.ray.orders import Order, OrderResult, decode_order, encode
 from aionn.runtime.runtime import opened_of
 
-__all__ = ["KEY_VARIABLE", "compile_order"]
-
 KEY_VARIABLE = "AIONN_FARM_KEY"
 _PATIENCE_S = 30.0  # as `aionn fleet push`: a task may wait longer for a store than the start of an app
 _ACTOR_ANSWER_S = 10.0  # for the announcement of an attempt

@@ -15,8 +15,6 @@ from aionn.errors import CallerError
 from aionn.hal.options import EngineOptions
 from aionn.tasks import run_in_thread
 
-__all__ = ["open_option", "opened_files"]
-
 
 @asynccontextmanager
 async def opened_files(options: EngineOptions) -> AsyncIterator[Sequence[int]]:

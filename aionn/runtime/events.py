@@ -21,8 +21,6 @@ from aionn.errors import CallerError
 from aionn.events import Event
 from aionn.runtime.logs import about
 
-__all__ = ["EventStream", "Events", "Listener", "checked_on_event"]
-
 logger = logging.getLogger("aionn.runtime")
 
 MOST_WAITING = 256

@@ -16,18 +16,6 @@ from typing import Literal
 
 from aionn.errors import CallerError
 
-__all__ = [
-    "CompilationHealth",
-    "CompilationState",
-    "DeviceHealth",
-    "DriverState",
-    "Health",
-    "HealthPolicy",
-    "State",
-    "checked_policy",
-    "not_open",
-]
-
 State = Literal["starting", "compiling", "serving", "degraded", "stalled", "closing", "closed"]
 CompilationState = Literal["preparing", "failed", "serving", "ended", "on demand"]
 DriverState = Literal["starting", "idle", "loading", "compiling", "executing", "hung", "ended"]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["about"]
-
 
 def about(*, device: str = "", model: str = "", burst: str = "", stage: str = "") -> dict[str, str]:
     """Return `extra=` for a log record. Names that are empty are left out."""

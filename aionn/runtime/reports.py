@@ -26,8 +26,6 @@ from aionn.pages.page import BEAT_S
 from aionn.runtime.events import Events
 from aionn.runtime.traced import OutsideTracer, leave_source, share_source
 
-__all__ = ["DriverReports", "Reports"]
-
 _NUMBER_OF = {reason: number for number, reason in enumerate(MissReason)}
 
 

@@ -5,8 +5,6 @@ Arguments that are pointers cannot be followed. Each function returns instructio
 
 from __future__ import annotations
 
-__all__ = ["ALLOW", "EQUAL", "LOAD", "RETURN", "Instruction", "checked"]
-
 LOAD = 0x20  # BPF_LD|W|ABS
 AND = 0x54  # BPF_ALU|AND|K
 EQUAL = 0x15  # BPF_JMP|JEQ|K

@@ -9,8 +9,6 @@ Source of the numbers: asm/unistd_64.h and asm-generic/unistd.h of Linux. The nu
 
 from __future__ import annotations
 
-__all__ = ["ALLOWED", "ANSWERED", "CHECKED", "DENIED", "ERRORS", "LAST_KNOWN"]
-
 # fmt: off
 ALLOWED = {
     # files

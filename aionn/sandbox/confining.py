@@ -14,8 +14,6 @@ from aionn.sandbox.limits import no_core_files, no_made_code, no_new_privileges
 from aionn.sandbox.paths import rules, too_wide
 from aionn.sandbox.report import Confinement
 
-__all__ = ["LEAST_ABI", "SandboxError", "confine"]
-
 LEAST_ABI = 3
 """What level "require" asks for. Older versions of Landlock do not see that a file is cut, which only the filter denies then."""
 

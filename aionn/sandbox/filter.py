@@ -18,8 +18,6 @@ from collections.abc import Iterator
 from aionn.sandbox.arguments import ALLOW, EQUAL, LOAD, RETURN, Instruction, checked
 from aionn.sandbox.calls import ALLOWED, ANSWERED, CHECKED, DENIED, ERRORS, LAST_KNOWN
 
-__all__ = ["MACHINES", "check_available", "install", "program"]
-
 MACHINES = {"x86_64": (0, 0xC000_003E), "aarch64": (1, 0xC000_00B7)}
 """By machine: the column of the tables, and AUDIT_ARCH of linux/audit.h."""
 

@@ -12,8 +12,6 @@ import stat
 import struct
 from collections.abc import Iterable
 
-__all__ = ["DEVICE", "READ", "READ_AND_RUN", "WRITE", "best_abi", "restrict", "rights_of"]
-
 # Numbers of the calls; the same on x86_64 and aarch64.
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
 _CREATE_RULESET_VERSION = 1

@@ -10,8 +10,6 @@ import ctypes
 import os
 import resource
 
-__all__ = ["no_core_files", "no_made_code", "no_new_privileges"]
-
 # linux/prctl.h
 _PR_SET_NO_NEW_PRIVS = 38
 _PR_SET_MDWE, _MDWE_REFUSE_EXEC_GAIN = 65, 1

@@ -10,8 +10,6 @@ from collections.abc import Iterator
 from aionn.needs import Needs
 from aionn.sandbox.landlock import DEVICE, READ, READ_AND_RUN, WRITE
 
-__all__ = ["rules", "too_wide"]
-
 _LIBRARIES = (
     *("/lib", "/lib32", "/lib64", "/usr/lib", "/usr/lib32", "/usr/lib64", "/usr/local/lib", "/usr/local/lib64", "/etc/ld.so.cache"),
     *("/nix/store", "/gnu/store"),  # every package of NixOS and Guix; they are public

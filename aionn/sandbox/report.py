@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["LEVELS", "Confinement", "checked_level"]
-
 LEVELS = ("auto", "require", "off")
 """What an app may ask for. "strict" is for tests, and only the environment can ask for it: a denied system call then ends the driver."""
 

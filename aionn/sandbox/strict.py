@@ -12,8 +12,6 @@ import sys
 from aionn.sandbox._strict import watch
 from aionn.sandbox.calls import ALLOWED, ANSWERED, CHECKED, DENIED, LAST_KNOWN
 
-__all__ = ["name_denied_calls"]
-
 _NAME_BYTES = 32  # _strict.c
 
 

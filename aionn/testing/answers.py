@@ -27,8 +27,6 @@ from numpy.typing import NDArray
 from aionn.errors import CallerError, text_of
 from aionn.hal.types import Operand, OperandType
 
-__all__ = ["Answer", "AnswerThread", "ask"]
-
 Arrays: TypeAlias = Mapping[str, Any]
 Answer: TypeAlias = Arrays | Callable[[dict[str, NDArray[Any]]], Arrays]
 """Outputs by name, or a function that makes them of the inputs by name."""

@@ -12,8 +12,6 @@ from numpy.typing import NDArray
 from aionn.hal.model import Model
 from aionn.testing.models import OPSET
 
-__all__ = ["CheckedModel", "standard_models", "unknown_operator"]
-
 Arrays = Mapping[str, NDArray[Any]]
 
 

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from aionn.hal.engine import Engine
     from aionn.testing.checked_models import CheckedModel
 
-__all__ = ["check_engine"]
-
 
 def check_engine(
     engine: str | Callable[[], Engine] | Engine, *, models: Callable[[], Sequence[CheckedModel]] | Sequence[CheckedModel] | None = None

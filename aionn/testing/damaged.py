@@ -17,8 +17,6 @@ from aionn.hal.engine import Artifact, CompileOptions, Executable, ExecutionRepo
 from aionn.hal.model import Model, model_bytes
 from aionn.hal.types import CacheFiles
 
-__all__ = ["LOADER", "ArtifactLoader", "packed"]
-
 LOADER = "aionn.testing.damaged:ArtifactLoader"
 FORMAT = "aionn.testing.artifact"
 

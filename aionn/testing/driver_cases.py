@@ -16,8 +16,6 @@ from aionn.needs import NAMES, Needs
 from aionn.testing.damaged import LOADER
 from aionn.testing.engine_check import EngineCheck, Inapplicable, expect, expect_right, in_a_loop
 
-__all__ = ["DRIVER_CASES"]
-
 _STRICT = {"AIONN_SANDBOX": "strict"}
 _OFF = {"AIONN_SANDBOX": "off"}
 _DENIED = "the sandbox denied"

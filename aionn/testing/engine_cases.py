@@ -37,8 +37,6 @@ from aionn.testing.engine_check import (
     switching_often,
 )
 
-__all__ = ["CASES"]
-
 _GROWTH_RUNS = 400
 _GROWTH_BYTES = 32 << 20
 _LOAD_S = 60

@@ -16,8 +16,6 @@ from aionn.driver.registry import find_engine
 from aionn.hal.engine import Artifact, CompileOptions, Engine, Executable, ExecutionReport
 from aionn.testing.checked_models import CheckedModel, standard_models
 
-__all__ = ["EngineCheck", "Inapplicable", "expect"]
-
 Arrays = Mapping[str, NDArray[Any]]
 T = TypeVar("T")
 

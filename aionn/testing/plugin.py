@@ -24,8 +24,6 @@ import pytest
 if TYPE_CHECKING:
     from aionn.testing.fake_device import FakeDevice
 
-__all__ = ["fake_device"]
-
 _KINDS = ("/memfd:aionn", "anon_inode:[pidfd]", "anon_inode:[eventfd]", "socket:", "pipe:", "pidfd:")
 
 

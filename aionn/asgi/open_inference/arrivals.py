@@ -15,8 +15,6 @@ from typing import Any
 
 from starlette.types import Message, Receive
 
-__all__ = ["AwaitedBodies"]
-
 
 class AwaitedBodies:
     """The requests whose bodies are waited for, with one timer."""

@@ -17,8 +17,6 @@ from aionn.asgi.open_inference.arrivals import AwaitedBodies
 from aionn.asgi.open_inference.refusals import RequestRefusal
 from aionn.asgi.open_inference.room import Room
 
-__all__ = ["Incoming"]
-
 _HEADER = "Inference-Header-Content-Length"
 _READ = frozenset((b"content-length", b"content-encoding", b"inference-header-content-length"))
 

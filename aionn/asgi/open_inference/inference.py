@@ -23,8 +23,6 @@ from aionn.asgi.open_inference.targets import VERSION, ServedModel
 from aionn.asgi.open_inference.tensors import array_of, as_bytes, as_json, check_bools, datatype, from_json
 from aionn.hal.types import UNKNOWN_TIME_US, OperandType
 
-__all__ = ["infer"]
-
 BODY_S = 60.0
 """A body that has not arrived after so many seconds is refused, so a client that stalls holds nothing for longer."""
 

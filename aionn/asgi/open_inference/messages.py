@@ -18,8 +18,6 @@ from aionn.asgi.open_inference.refusals import RequestRefusal
 from aionn.asgi.open_inference.tensors import DATATYPES, MOST_AXES, datatype, only_binary, shape_of
 from aionn.hal.types import Operand, OperandType
 
-__all__ = ["ModelRequest", "Tensor", "asked_of", "decoded"]
-
 _KNOWN = frozenset(DATATYPES.values())
 _SHARED_MEMORY = "shared_memory_region"
 _CHECKED = (OperandType.BOOL, OperandType.STRING)

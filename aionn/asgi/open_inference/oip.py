@@ -25,8 +25,6 @@ from aionn.errors import AionnError
 from aionn.hal.types import Operand
 from aionn.tasks import checked_count
 
-__all__ = ["oip"]
-
 Handler = Callable[[Request], Awaitable[Response]]
 
 _METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "CONNECT"]

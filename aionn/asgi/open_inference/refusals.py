@@ -21,8 +21,6 @@ from aionn.errors import (
 )
 from aionn.hal.types import ErrorStatus
 
-__all__ = ["RequestRefusal", "refusal_of"]
-
 RESTART_S = 1
 """Seconds that a client is asked to wait while a driver starts again."""
 

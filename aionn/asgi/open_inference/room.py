@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from aionn.asgi.open_inference.refusals import RESTART_S, RequestRefusal
 
-__all__ = ["Room"]
-
 ROOM_BYTES, ROOM_BODIES = 2**29, 4
 """All bodies together may take `ROOM_BYTES`, or as much as `ROOM_BODIES` bodies of the largest size, if that is more."""
 

@@ -31,8 +31,6 @@ from aionn.memo import Memo
 from aionn.runtime.executing.retrying import Retries
 from aionn.tasks import time_left
 
-__all__ = ["Counts", "ServedModel", "Targets", "checked_targets"]
-
 VERSION = "1"
 """The only version of each model. `Runtime.swap` replaces a model without giving it another one."""
 

@@ -17,8 +17,6 @@ from numpy.typing import NDArray
 from aionn.asgi.open_inference.refusals import RequestRefusal
 from aionn.hal.types import Operand, OperandType
 
-__all__ = ["DATATYPES", "MOST_AXES", "array_of", "as_bytes", "as_json", "check_bools", "datatype", "from_json", "only_binary", "shape_of"]
-
 DATATYPES = {
     OperandType.BOOL: "BOOL",
     OperandType.UINT8: "UINT8",

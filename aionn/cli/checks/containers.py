@@ -11,8 +11,6 @@ from aionn.cli.printing import size
 from aionn.engines.processor import usable_cpus
 from aionn.memory.limits import tightest
 
-__all__ = ["cpus", "memory"]
-
 LEAST_BYTES, GOOD_BYTES = 192 << 20, 512 << 20
 """Memory of a small app with one driver and a small model: 70 MB and 80 to 120 MB. Frames and weights come on top."""
 

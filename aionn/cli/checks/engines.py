@@ -21,8 +21,6 @@ from aionn.engines.installed import BUILT_IN, GROUP, with_descriptors
 from aionn.errors import AionnError
 from aionn.testing.checked_models import CheckedModel, standard_models
 
-__all__ = ["engine_names", "engines", "installed_points"]
-
 ENGINE_S = 60.0
 """How long an engine may take to start, compile and answer."""
 

@@ -20,8 +20,6 @@ from aionn.cli.checks.leavings import cache_leavings, records_folders, state_lea
 from aionn.cli.checks.row import ROOT, Row, fail, ok, warn
 from aionn.cli.printing import entries, size
 
-__all__ = ["cache_directory", "export_folders", "file_system", "state_directory"]
-
 _LEAST_FREE_BYTES, _GOOD_FREE_BYTES = 16 << 20, 256 << 20
 _FUTURE_S = 60.0
 

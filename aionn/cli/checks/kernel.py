@@ -16,8 +16,6 @@ from aionn.cgroups import text_of
 from aionn.cli.checks.row import ROOT, Row, fail, ok, warn
 from aionn.errors import AionnError, DeadlineError
 
-__all__ = ["child_processes", "descriptors_over_sockets", "event_descriptors", "idle_priority", "kernel", "sealed_memory", "shared_queue"]
-
 LEAST = (5, 4)
 """The first kernel with pidfd_open and waitid on a pidfd."""
 

@@ -31,17 +31,6 @@ from aionn.caching.store.housekeeping import Housekeeping
 from aionn.caching.store.writing import empty_trash
 from aionn.cli.checks.processes import Orphan, is_orphan
 
-__all__ = [
-    "StateLeavings",
-    "cache_leavings",
-    "clean_cache",
-    "clean_exports",
-    "clean_state",
-    "end_orphans",
-    "records_folders",
-    "state_leavings",
-]
-
 _ASIDE = re.compile(r"blob-cache\.key\.(\d+)\.[0-9a-f]{8}")
 """A key that is being written (`private_key`), with the number of its process."""
 

@@ -9,8 +9,6 @@ from pathlib import Path
 from aionn.cgroups import text_of
 from aionn.cli.checks.row import ROOT, Row, ok, warn
 
-__all__ = ["ClockWatch", "busy", "clock_source", "governor", "huge_pages"]
-
 _SLOW_CLOCKS = ("hpet", "acpi_pm", "jiffies", "pit")
 _BUSY_PERCENT = 50.0
 _STEP_S = 0.1

@@ -9,8 +9,6 @@ import sys
 from aionn.cli.checks.row import Row, fail, ok, warn
 from aionn.cli.printing import size
 
-__all__ = ["address_space", "open_files", "python"]
-
 BASE_FILES, FILES_PER_BURST = 40, 6
 """Descriptors of an app with a few devices, and of each burst: five, and one for each further piece of memory that its frames take."""
 

@@ -16,8 +16,6 @@ from aionn.pages.page import start_time_of
 from aionn.pages.process_use import own_pid_of, status_of
 from aionn.runtime.processes.surroundings import APP_PID
 
-__all__ = ["Orphan", "is_orphan", "orphan_drivers", "orphans", "releases", "time_namespaces"]
-
 _ENDS_WITHIN_S = 2.0
 """How long a driver may take to end after its app, before it counts as left."""
 

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-__all__ = ["ROOT", "Row", "Status", "fail", "ok", "warn"]
-
 Status = Literal["ok", "warn", "fail"]
 
 ROOT = Path("/")

@@ -14,8 +14,6 @@ from aionn.sandbox.confining import LEAST_ABI
 from aionn.sandbox.filter import MACHINES, check_available
 from aionn.sandbox.report import VARIABLE, Confinement
 
-__all__ = ["CHECKS", "confined", "files", "made_code", "system_calls"]
-
 _PR_GET_MDWE = 66  # linux/prctl.h, Linux 6.3
 
 _USUAL = ("limits", "no new privileges", "environment")

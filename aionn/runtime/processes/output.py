@@ -34,8 +34,6 @@ if TYPE_CHECKING:
 
     from aionn.escapes import EscapedStream
 
-__all__ = ["Output", "output_pipe"]
-
 PIPE_BYTES = 256 << 10
 """The size of the pipe, if the system allows it. A user may have 64 MiB of pipes before Linux makes all new ones small."""
 
