@@ -27,7 +27,7 @@ MOST: dict[str, tuple[int, int, int]] = {
     "burst.compute, usual": (6, 3, 253),
     "swap": (1_400, 90, 30_000),
 }
-MOST_CODE_LINES = 40_471
+MOST_CODE_LINES = 40_166
 MOST_FILES = 400
 MOST_LINES_OF_C = 5_170
 MOST_NAMES_DEFINED_TWICE = 7
