@@ -278,7 +278,7 @@ class Compilation(AsyncOnly):
 
         NNAPI: ANeuralNetworksExecution_compute.
         """
-        if retry != 0:
+        if retry:
             return await retried(self.compute, inputs, outputs, measure_timing, timeout_s, retry)
         return await self._parts.kept.compute(inputs, outputs, measure_timing, timeout_s)
 

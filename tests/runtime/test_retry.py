@@ -99,7 +99,7 @@ async def test_a_call_with_device_memory_has_no_retry(compilation: aionn.Compila
             with pytest.raises(aionn.CallerError, match="retry with device memory"):
                 await call(X, outputs={"input_out": state}, retry=1)
             wrong: Any
-            for wrong in (-1, None, "", 1.5):
+            for wrong in (-1, "once", 1.5):
                 with pytest.raises(aionn.CallerError, match=f"compute: retry={wrong!r}; give a whole number, at least 0"):
                     await call(X, retry=wrong)
 

@@ -154,7 +154,7 @@ class Burst(AsyncOnly):
             DriverDiedError, DriverHungError: the driver is gone; the next call starts a new one. `DeviceMemoryLostError` where a
                 `DeviceMemory` among the arguments went with it.
         """
-        if retry != 0:
+        if retry:
             return await retried(self.compute, inputs, outputs, measure_timing, timeout_s, retry, placed_in(inputs))
         try:
             if _get_running_loop() is not self._loop:
