@@ -433,7 +433,39 @@ async def streamed(channel: BurstChannel, event: str) -> None:
     assert -1 not in runs.look()
 
 
-@pytest.mark.parametrize("way", ["compute", "burst", "start"])
+@pytest.mark.parametrize("channel", CHANNELS)
+async def test_a_swap_between_calls_that_come_all_the_time_is_one_moment(channel: str) -> None:
+    """Covers: no await between the choice of a channel or a place and the sending, or a swap slips in."""
+    async with leak_check():
+        opened = CHANNELS[channel]()
+        async with opened.open():
+            await swapped_under_load(opened)
+        del opened
+
+
+async def swapped_under_load(channel: Channel) -> None:
+    numbers, found, begun_late = itertools.cycle(range(10, 900)), [], 0
+    over = False
+
+    async def calls() -> None:
+        nonlocal begun_late
+        while not over or begun_late < 20:
+            late = "newer" in found
+            begun_late += late
+            outcome = await channel.begin(next(numbers)).outcome()
+            assert outcome == "newer" or (outcome == "older" and not late), f"{outcome}, begun after the swap: {late}"
+            found.append(outcome)
+
+    async with anyio.create_task_group() as tasks:
+        for _ in range(min(channel.full, 6)):
+            tasks.start_soon(calls)
+        await channel.runtime.swap(channel.compilation, channel.model("newer"))
+        over = True
+    assert {"older", "newer"} == set(found)
+    assert channel.pinned() == 0
+
+
+@pytest.mark.parametrize("way", ["compute", "burst", "frame", "plan", "start"])
 async def test_one_deadline_is_over_the_second_try_with_more_room(way: str) -> None:
     """Covers: one absolute deadline. A deadline for each try would end the call later than the timer that the test sets between them.
 
