@@ -17,7 +17,9 @@ def items(loops: tuple[str, ...], mark: str | None = None) -> list[Any]:
         SimpleNamespace(
             nodeid=f"{test}[{loop}-case{case}]",
             callspec=SimpleNamespace(
-                params={"anyio_backend": LOOPS[loop]}, indices={"anyio_backend": list(LOOPS).index(loop), "case": case}
+                params={"anyio_backend": LOOPS[loop], "case": case},
+                # As pytest counts them: on through the cases of the first loop and of the second.
+                indices={"anyio_backend": list(LOOPS).index(loop), "case": case + 4 * list(LOOPS).index(loop)},
             ),
             get_closest_marker=lambda name: name if name == mark else None,
         )
