@@ -24,7 +24,7 @@ MOST: dict[str, tuple[int, int, int]] = {
     "compute, first of a compilation": (450, 51, 12_400),
     "compute, hot": (12, 5, 383),
     "burst, open": (200, 33, 5_500),
-    "burst.compute, usual": (6, 3, 253),
+    "burst.compute, usual": (6, 3, 255),  # 241 or 255, as the answer comes at once or later
     "swap": (1_400, 90, 29_500),
 }
 MOST_CODE_LINES = 40_166
