@@ -174,9 +174,10 @@ async def aclose(scene: Scene) -> None:
     await anyio.wait_all_tasks_blocked()
     scene.channel.runs.open()
     expected = {"CallerError" if scene.state == "turn" else scene.channel.closed}
-    if scene.state == "unread" and scene.channel.waits:
-        expected = {"newer"}
-    assert await scene.outcomes(scene.victims) == expected, scene
+    if scene.state == "unread":  # of a start, the loop may take the answer or the closing first
+        expected = {"newer"} if scene.channel.waits else {"newer", scene.channel.closed}
+    found = await scene.outcomes(scene.victims)
+    assert found == expected or (scene.state == "unread" and len(found) == 1 and found < expected), scene
     await closing
     await scene.outcomes(scene.others)
     calls = len(scene.victims) + len(scene.others)
