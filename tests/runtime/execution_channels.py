@@ -209,14 +209,17 @@ class StepChannel(BurstChannel):
         for _ in range(2 * self.full):
             self.states.append(await self.compilation.allocate(inputs=("state",), outputs=("stateN",)))
             await self.states[-1].reset()
+        self.free = list(self.states)
 
     async def leave(self) -> None:
         while self.states:
             await self.states.pop().aclose()
 
     def call(self, number: int, timeout_s: float | None) -> Call:
-        state = self.states[self.begun % len(self.states)]
-        return Call(number, self.burst.compute({"x": self.x(number), "state": state}, outputs={"stateN": state}, timeout_s=timeout_s))
+        state = self.free.pop(0)
+        call = Call(number, self.burst.compute({"x": self.x(number), "state": state}, outputs={"stateN": state}, timeout_s=timeout_s))
+        call.task.add_done_callback(lambda _: self.free.append(state) if state in self.states else None)
+        return call
 
 
 class ValuesChannel(Channel):
