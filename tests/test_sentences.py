@@ -223,6 +223,13 @@ async def test_the_cause_of_a_wrong_input_is_kept(compilation: aionn.Compilation
 
 
 @pytest.mark.anyio
+@pytest.mark.parametrize("path", ["a\0b", "/tmp/" + "folder/" * 1000], ids=["NUL", "too long"])
+async def test_a_cache_dir_that_no_system_takes_is_refused(path: str, runtime: aionn.Runtime) -> None:
+    with pytest.raises(aionn.CallerError, match="cache_dir is no path: it has a NUL, or 4096 bytes or more; give a directory, or None"):
+        await runtime.compile(aionn.Model.from_onnx(identity_model()), devices=("reference",), cache_dir=path)
+
+
+@pytest.mark.anyio
 async def test_a_reset_of_an_open_shape_names_the_argument(runtime: aionn.Runtime) -> None:
     compiled = await runtime.compile(aionn.Model.from_onnx(identity_model({"x": (0, 4)})), devices=("reference",))
     state = await compiled.allocate(inputs=("x",))

@@ -34,6 +34,9 @@ from aionn.tasks import checked_count, checked_name, checked_seconds, deadline_o
 if TYPE_CHECKING:  # most apps make no stages
     from aionn.runtime.staging.stage import StagePolicy
 
+_PATH_MAX = 4096
+"""The kernel takes no path of as many bytes."""
+
 _PREFERENCES = {member.name.lower(): member for member in ExecutionPreference}
 _PRIORITIES = {member.name.lower(): member for member in Priority}
 
@@ -131,6 +134,8 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
             raise CallerError(f"cache_dir of type {type(cache_dir).__name__}: give a path, or None for no caching")
         if cache_dir is not None and not os.fspath(cache_dir):
             raise CallerError("cache_dir is an empty path; give a directory, or None for no caching")
+        if cache_dir is not None and ("\0" in os.fspath(cache_dir) or len(os.fsencode(cache_dir)) >= _PATH_MAX):
+            raise CallerError(f"cache_dir is no path: it has a NUL, or {_PATH_MAX} bytes or more; give a directory, or None for no caching")
         if cache_dir is None and self.cache_required:
             raise CallerError("cache_required=True without cache_dir; give the folder where the compilation is kept")
         if mode == "staged" and self.devices is not None:
