@@ -27,7 +27,7 @@ MOST: dict[str, tuple[int, int, int]] = {
     "burst.compute, usual": (6, 3, 255),  # 241 or 255, as the answer comes at once or later
     "swap": (1_400, 90, 29_500),
 }
-MOST_CODE_LINES = 40_166
+MOST_CODE_LINES = 40_163
 MOST_FILES = 400
 MOST_LINES_OF_C = 5_170
 MOST_NAMES_DEFINED_TWICE = 7

@@ -19,6 +19,7 @@ import dataclasses
 import os
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
@@ -182,13 +183,8 @@ class Model(hal_model.Model):
             CallerError: the file cannot be a model, or a file cannot be read, or has changed since the model was loaded.
         """
         if self._lazy is not None:
-            await _in_thread(self.digest_here)
+            await _in_thread(partial(digest_here, self))
         return self.token
-
-    def digest_here(self) -> None:
-        """Digest the model in the calling thread, as `digest` does. Blocking."""
-        if self._lazy is not None:
-            self._lazy.digest(self)
 
     async def read(self) -> None:
         """Read the graph in a thread, if it has not been read. `runtime.compile` does so before it compiles.
@@ -198,12 +194,7 @@ class Model(hal_model.Model):
             CompilationError, MemoryAllocationError: as `from_onnx`.
         """
         if self._lazy is not None:
-            await _in_thread(self.read_here)
-
-    def read_here(self) -> None:
-        """Read the graph in the calling thread, as `read` does. Blocking."""
-        if self._lazy is not None:
-            self._lazy.read(self)
+            await _in_thread(partial(read_here, self))
 
     if not TYPE_CHECKING:
 
@@ -245,6 +236,18 @@ def model_of_files(file: OpenFile, beside: Beside, kind: type[Model] = Model) ->
     _set(model, _lazy=_Lazy(file, beside), name=file.path.name)
     _set(model, _carried=lambda _: import_module("aionn.graph.carrying").carried_files(file, beside))
     return model
+
+
+def digest_here(model: Model) -> None:
+    """Digest a model in the calling thread, as `Model.digest` does. Blocking."""
+    if model._lazy is not None:
+        model._lazy.digest(model)
+
+
+def read_here(model: Model) -> None:
+    """Read a model's graph in the calling thread, as `Model.read` does. Blocking."""
+    if model._lazy is not None:
+        model._lazy.read(model)
 
 
 def is_loaded(model: hal_model.Model) -> TypeGuard[Model]:

@@ -367,8 +367,7 @@ class Execution:
         Raises:
             ExecutionError: the driver's answer contradicts the request.
         """
-        executor, layout, frame, result, call = self.executor, self.layout, self.frame, self.result, self.call
-        assert frame is not None
+        executor, layout, frame, result, call = self.executor, self.layout, self.lent, self.result, self.call
         assert result is not None
         executor.counts.add(COMPUTED, 1)
         self.layout = executor.arguments.fit(layout, result.output_shapes)

@@ -21,7 +21,7 @@ from functools import partial
 from typing import Any
 
 from aionn.hal.options import CallOptions
-from aionn.hal.types import Dependency, ErrorStatus, FencedResult, Request
+from aionn.hal.types import NO_TIMING, Dependency, ErrorStatus, FencedResult, Request
 from aionn.remote.fenced import Fenced, Found
 from aionn.remote.fences import as_asked, signal_fence
 from aionn.remote.handles import RemoteBuffer
@@ -131,7 +131,7 @@ class FencedPlan:
         lost = [self._found[number] for number in sorted(self._found) if not isinstance(self._found[number], FencedResult)]
         if lost:
             return lost[0]
-        last = len(self._steps) - 1
+        last, since_launch = len(self._steps) - 1, NO_TIMING
         for number in range(last + 1):
             found = self._found[number]
             if not isinstance(found, FencedResult) or found.failed is not None:  # of the first step: a dependency of the app's
@@ -140,12 +140,10 @@ class FencedPlan:
             surprise = number < last and self._execution.requests.surprises(number, result)
             if surprise or result.status is ErrorStatus.OUTPUT_INSUFFICIENT_SIZE:
                 return None
-            ended = self._execution.take(number, result)
+            ended, since_launch = self._execution.take(number, result), found.since_launch
             if ended is not None:
                 return FencedResult(ended)
-        end = self._found[last]
-        assert isinstance(end, FencedResult)
-        return FencedResult(self._execution.whole(), None, end.since_launch)
+        return FencedResult(self._execution.whole(), None, since_launch)
 
     def _end(self) -> None:
         """Give back the boundary memory and the fences. A driver whose connection has ended may still write for a moment."""

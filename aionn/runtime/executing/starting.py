@@ -316,7 +316,6 @@ class Started(Execution):
         """Settle the event by the driver's answer, or send the request again with more room."""
         executor, placement, result = self.executor, self.placement, found.result
         assert placement is not None
-        assert self.frame is not None
         if found.failed is not None:
             executor.counts.add(FAILED, 1)
             waited = [(number, after.event) for number, after in enumerate(self.after) if after.sent]
@@ -328,7 +327,7 @@ class Started(Execution):
             if self.widen():
                 self._send_wider(serving)
                 return
-            raise executor.failure(serving, result, None if placement.inputs else self.layout.inputs_in(self.frame))
+            raise executor.failure(serving, result, None if placement.inputs else self.layout.inputs_in(self.lent))
         check_shapes(placement, result, list(serving.model.outputs))
         outputs = self.outputs(serving)
         if self.call.options.measure_timing:

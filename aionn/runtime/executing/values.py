@@ -6,9 +6,6 @@ Such values have no place in a frame. So bursts, frames, device memory and stage
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from aionn import trace
 from aionn.errors import CallerError, CompilationError
 from aionn.hal.model import Model
@@ -50,7 +47,8 @@ class ValuesExecution(Execution):
         call, executor = self.call, self.executor
         if call.outputs:
             raise CallerError(f"outputs={list(call.outputs)}: this model's outputs are values that compute returns; leave outputs out")
-        inputs = _readable(call.inputs)
+        # Arrays in place of tensors of other libraries.
+        inputs = {name: as_array(name, value) if hasattr(value, "__dlpack__") else value for name, value in call.inputs.items()}
         channel = self.channel = await self._route(call.options.deadline_ns)
         serving = channel.serving
         prepared = serving.prepared
@@ -71,8 +69,3 @@ class ValuesExecution(Execution):
         executor.counts.add(COMPUTED, 1)
         self._act(Act.SETTLE)
         return Outputs(values, serving.stage, result.timing if call.options.measure_timing else None)
-
-
-def _readable(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return inputs with arrays in place of tensors of other libraries."""
-    return {name: as_array(name, value) if hasattr(value, "__dlpack__") else value for name, value in inputs.items()}

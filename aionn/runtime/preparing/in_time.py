@@ -79,7 +79,7 @@ async def digested(devices: Devices, model: Model) -> bytes:
     if isinstance(model, StepModel) or models.is_loaded(model):
         devices.check_open()
         # The thread goes on if its caller leaves, for the next one. It ends when the runtime closes.
-        await devices.disk.ask(until, lambda: devices.closed, model.digest_here)
+        await devices.disk.ask(until, lambda: devices.closed, partial(_digest, model))
     return model.token
 
 
@@ -100,7 +100,13 @@ async def read(devices: Devices, model: Model, device: str = "", *, digest: bool
         await devices.disk.ask(until, lambda: devices.closed, partial(_read, model, digest))
 
 
+def _digest(model: models.Model | StepModel) -> None:
+    digest = model.digest_here if isinstance(model, StepModel) else partial(models.digest_here, model)
+    digest()
+
+
 def _read(model: models.Model | StepModel, digest: bool) -> None:
     if digest:
-        model.digest_here()
-    model.read_here()
+        _digest(model)
+    read = model.read_here if isinstance(model, StepModel) else partial(models.read_here, model)
+    read()

@@ -97,7 +97,7 @@ class StepModel(hal_model.Model):
             OtherModelError: the step is that of another model.
         """
         if isinstance(self.whole, models.Model):
-            self.whole.digest_here()
+            models.digest_here(self.whole)
         whole = self.whole.token
         if self._digest not in (b"", whole):
             raise OtherModelError("the plan that the cache keeps under this token is that of another model; a token is unique to one model")
@@ -115,7 +115,7 @@ class StepModel(hal_model.Model):
         if self._digest:
             self.digest_here()
         if isinstance(self.whole, models.Model):
-            self.whole.read_here()
+            models.read_here(self.whole)
         self._cut()
 
     def _cut(self) -> None:

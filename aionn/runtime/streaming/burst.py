@@ -216,7 +216,8 @@ class Burst(AsyncOnly):
         """Compute what is no usual frame: new shapes, a frame, arguments that lie elsewhere, or over a new driver."""
         connection = self._connection
         if self._recurrent is not None and type(inputs) is dict:
-            step = self._begin_step(self._recurrent, inputs, outputs)
+            link = connection.plain_link()
+            step = None if link is None else self._recurrent.begin(link, inputs, outputs)
             if step is not None and (stepped := await self._step(step, inputs, options)) is not None:
                 return stepped
         if isinstance(inputs, Frame):
@@ -237,11 +238,6 @@ class Burst(AsyncOnly):
         else:
             connection.expect(layout, execution.channel)
         return found
-
-    def _begin_step(self, recurrent: RecurrentSteps, inputs: dict[str, Any], outputs: Mapping[str, Any]) -> Step | None:
-        """Begin a stream's usual step with its state in the driver. Returns None if these arguments are not such a step."""
-        link = self._connection.plain_link()
-        return None if link is None else recurrent.begin(link, inputs, outputs)
 
     async def _step(self, step: Step, inputs: dict[str, Any], options: CallOptions) -> Outputs | None:
         """Return the outputs of a step. Returns None if an output was larger than declared: nothing was computed, and an `Execution` has

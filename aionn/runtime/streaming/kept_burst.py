@@ -97,8 +97,7 @@ class KeptBurst:
             call = burst.compute(inputs, outputs=outputs, measure_timing=measure_timing, timeout_s=timeout_s)
             return _own(await (self._traced(call) if trace.active else call), outputs)
         except PacketError:
-            call_options = CallOptions(measure_timing, deadline_ns)
-            return await self._without_packets(Call(dict(inputs), outputs or {}, call_options, inputs))
+            return await self._without_packets(Call(dict(inputs), outputs or {}, CallOptions(measure_timing, deadline_ns), inputs))
         except CallerError:
             if self._closed:
                 raise CallerError(CLOSED) from None
