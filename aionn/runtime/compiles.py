@@ -134,8 +134,10 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
             raise CallerError(f"cache_dir of type {type(cache_dir).__name__}: give a path, or None for no caching")
         if cache_dir is not None and not os.fspath(cache_dir):
             raise CallerError("cache_dir is an empty path; give a directory, or None for no caching")
-        if cache_dir is not None and ("\0" in os.fspath(cache_dir) or len(os.fsencode(cache_dir)) >= _PATH_MAX):
-            raise CallerError(f"cache_dir is no path: it has a NUL, or {_PATH_MAX} bytes or more; give a directory, or None for no caching")
+        path = b"" if cache_dir is None else os.fsencode(cache_dir)
+        if b"\0" in path or len(path) >= _PATH_MAX:
+            why = "holds a NUL byte" if b"\0" in path else f"has {len(path)} bytes, and a path has at most {_PATH_MAX - 1}"
+            raise CallerError(f"cache_dir {why}; give a directory, or None for no caching")
         if cache_dir is None and self.cache_required:
             raise CallerError("cache_required=True without cache_dir; give the folder where the compilation is kept")
         if mode == "staged" and self.devices is not None:

@@ -21,7 +21,7 @@ from functools import partial
 from typing import Any
 
 from aionn.hal.options import CallOptions
-from aionn.hal.types import NO_TIMING, Dependency, ErrorStatus, FencedResult, Request
+from aionn.hal.types import Dependency, ErrorStatus, FencedResult, Request
 from aionn.remote.fenced import Fenced, Found
 from aionn.remote.fences import as_asked, signal_fence
 from aionn.remote.handles import RemoteBuffer
@@ -128,22 +128,22 @@ class FencedPlan:
 
     def _outcome(self) -> Found | None:
         """Return the answer of the whole plan. None: a tensor came out in another shape than expected."""
-        lost = [self._found[number] for number in sorted(self._found) if not isinstance(self._found[number], FencedResult)]
-        if lost:
-            return lost[0]
-        last, since_launch = len(self._steps) - 1, NO_TIMING
-        for number in range(last + 1):
-            found = self._found[number]
-            if not isinstance(found, FencedResult) or found.failed is not None:  # of the first step: a dependency of the app's
+        answers: list[FencedResult] = []
+        for _, found in sorted(self._found.items()):
+            if not isinstance(found, FencedResult):
                 return found
-            result = found.result
-            surprise = number < last and self._execution.requests.surprises(number, result)
+            answers.append(found)
+        for number, answer in enumerate(answers):
+            if answer.failed is not None:  # of the first step: a dependency of the app's
+                return answer
+            result = answer.result
+            surprise = answer is not answers[-1] and self._execution.requests.surprises(number, result)
             if surprise or result.status is ErrorStatus.OUTPUT_INSUFFICIENT_SIZE:
                 return None
-            ended, since_launch = self._execution.take(number, result), found.since_launch
+            ended = self._execution.take(number, result)
             if ended is not None:
                 return FencedResult(ended)
-        return FencedResult(self._execution.whole(), None, since_launch)
+        return FencedResult(self._execution.whole(), None, answers[-1].since_launch)
 
     def _end(self) -> None:
         """Give back the boundary memory and the fences. A driver whose connection has ended may still write for a moment."""

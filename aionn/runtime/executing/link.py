@@ -29,6 +29,7 @@ from aionn.errors import AionnError, CallerError
 from aionn.fmq import SOON, MessageQueue
 from aionn.hal.types import Request, Result
 from aionn.memory.pool import Frame
+from aionn.memory.region import Region
 from aionn.pages.app_layout import DRIVER_BUSY_NS
 from aionn.pages.app_page import BurstSlot
 from aionn.remote.device import RemotePreparedModel
@@ -271,7 +272,7 @@ class _Sending:
     def _reference(self, pool: Any) -> PoolReference:
         if pool is self._frame.region:
             return PoolReference(self._frame.slot)
-        return PoolReference(-1, pool.token) if isinstance(pool, RemoteBuffer) else PoolReference(self._frames.slot_of(pool))
+        return _reference_of(pool, self._frames)
 
     async def send(self, execution: PlannedExecution, number: int, settled: Callable[[Result | None], None]) -> Result:
         """Send the request of one step, and wait for its answer. A frame remembers the encoded requests of all steps."""
@@ -384,15 +385,17 @@ def plain_body(layout: FrameLayout, frame: Frame, measure_timing: bool) -> bytes
 
 def placed_body(layout: FrameLayout, frame: Frame, frames: Frames, placement: Placement, measure_timing: bool) -> bytes:
     """Return the request of a frame and a placement. A state that swaps two buffers has two."""
-    references = {
-        pool: PoolReference(-1, pool.token) if isinstance(pool, RemoteBuffer) else PoolReference(frames.slot_of(pool))
-        for pool in placement.pools
-    }
+    references = {pool: _reference_of(pool, frames) for pool in placement.pools}
     key = (layout, measure_timing, placement.key(references))
     body: bytes | None = frame.bindings.get(key)
     if body is None:
         body = remember(frame, key, placement.request(layout, frame.offset), tuple(references.values()), measure_timing)
     return body
+
+
+def _reference_of(pool: Region | RemoteBuffer, frames: Frames) -> PoolReference:
+    """Return how a packet names memory beside the frame: a driver's buffer by its token, an app's memory by its slot."""
+    return PoolReference(-1, pool.token) if isinstance(pool, RemoteBuffer) else PoolReference(frames.slot_of(pool))
 
 
 def remember(frame: Frame, key: Any, request: Request, references: tuple[PoolReference, ...], measure_timing: bool) -> bytes:

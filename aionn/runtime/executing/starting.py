@@ -174,7 +174,10 @@ class Started(Execution):
             session.tasks.start_soon(self._later, name=self.event.name)
         else:
             compiled.use.touches += 1
-            self._send_or_fail(serving)
+            try:
+                self._transmit(serving)
+            except Exception as error:  # the event is the answer, as for every error after the arguments were checked
+                settle(self.event, error)
 
     def _late(self) -> None:
         settle(self.event, DeadlineError("the execution was not over by the deadline; the driver may still be busy with it"))
@@ -214,12 +217,6 @@ class Started(Execution):
                 return
 
     # --- the request -----------------------------------------------------------------------------------------------------
-
-    def _send_or_fail(self, serving: Serving) -> None:
-        try:
-            self._transmit(serving)
-        except Exception as error:  # the event is the answer, as for every error after the arguments were checked
-            settle(self.event, error)
 
     def _transmit(self, serving: Serving) -> None:
         """Send the request, with its fences."""

@@ -213,7 +213,7 @@ class Burst(AsyncOnly):
         return await Execution(self._executor, self._connection.route, Call(inputs, {}, options, inputs)).run(first)
 
     async def _execute(self, inputs: Mapping[str, Any] | Frame, outputs: Mapping[str, Any], options: CallOptions) -> Outputs:
-        """Compute what is no usual frame: new shapes, a frame, arguments that lie elsewhere, or over a new driver."""
+        """Compute everything but a usual frame: other shapes, an app's frame, arguments elsewhere, a new driver."""
         connection = self._connection
         if self._recurrent is not None and type(inputs) is dict:
             link = connection.plain_link()

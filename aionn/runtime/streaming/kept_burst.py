@@ -68,7 +68,7 @@ class KeptBurst:
         self._burst: Burst | None = None
         self._large: Executor | None = None
         self._calls: set[anyio.CancelScope] = set()
-        self._none_left = anyio.Event()
+        self._none_left: anyio.Event | None = None  # set once no call is over the control socket, for who closes
         self._places = DEPTH
         self._turns: OrderedDict[asyncio.Future[None], None] = OrderedDict()
         self._used = False
@@ -123,7 +123,7 @@ class KeptBurst:
                 raise
             finally:
                 self._calls.discard(scope)
-                if not self._calls:
+                if not self._calls and self._none_left is not None:
                     self._none_left.set()
             if executor.shown is not None:
                 executor.shown.on(self._renewal.device, found.stage)
