@@ -92,20 +92,27 @@ def optional(function: Attack) -> Attack:
     return attack(function)
 
 
-def call(name: str, *arguments: Any, reaches: tuple[int, ...] = ()) -> int:
+def call(name: str, *arguments: Any, reaches: tuple[int, ...] = (), copies: bool = False) -> int:
     """Make a system call by its number. Arguments are integers of 64 bits, bytes, buffers or None.
+
+    Args:
+        name: of the call.
+        arguments: of the call.
+        reaches: errors that count as success.
+        copies: whether the call returns in a copy of the process too. It then keeps the GIL: another thread might hold it at the
+            time of the copy, and in the copy that thread does not exist.
 
     Raises:
         OSError: it failed, with another error than those of `reaches`.
     """
-    return raw(NUMBERS[name], *arguments, reaches=reaches)
+    return raw(NUMBERS[name], *arguments, reaches=reaches, copies=copies)
 
 
-def raw(number: int, *arguments: Any, reaches: tuple[int, ...] = ()) -> int:
+def raw(number: int, *arguments: Any, reaches: tuple[int, ...] = (), copies: bool = False) -> int:
     """Make a system call. As `call`."""
     if number < 0:
         raise OSError(errno.ENOSYS, "no such call on this architecture")
-    libc = ctypes.CDLL(None, use_errno=True)
+    libc = (ctypes.PyDLL if copies else ctypes.CDLL)(None, use_errno=True)
     given = [ctypes.c_long(argument) if isinstance(argument, int) else argument for argument in arguments]
     ctypes.set_errno(0)
     result: int = libc.syscall(ctypes.c_long(number), *given)

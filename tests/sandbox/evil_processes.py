@@ -35,24 +35,24 @@ def fork(target: Target) -> None:
 
 @attack
 def clone(target: Target) -> None:
-    _child(call("clone", int(signal.SIGCHLD), 0, 0, 0, 0))
+    _child(call("clone", int(signal.SIGCHLD), 0, 0, 0, 0, copies=True))
 
 
 @privileged
 def clone_with_a_user_namespace(target: Target) -> None:
-    _child(call("clone", int(signal.SIGCHLD) | _CLONE_NEWUSER, 0, 0, 0, 0))
+    _child(call("clone", int(signal.SIGCHLD) | _CLONE_NEWUSER, 0, 0, 0, 0, copies=True))
 
 
 @privileged
 def clone_with_a_network_namespace(target: Target) -> None:
-    _child(call("clone", int(signal.SIGCHLD) | _CLONE_NEWNET, 0, 0, 0, 0))
+    _child(call("clone", int(signal.SIGCHLD) | _CLONE_NEWNET, 0, 0, 0, 0, copies=True))
 
 
 @attack
 def clone3(target: Target) -> None:
     given = (ctypes.c_uint64 * 11)()
     given[4] = int(signal.SIGCHLD)
-    _child(call("clone3", given, ctypes.sizeof(given)))
+    _child(call("clone3", given, ctypes.sizeof(given), copies=True))
 
 
 @attack
