@@ -27,8 +27,8 @@ MOST: dict[str, tuple[int, int, int]] = {
     "burst.compute, usual": (6, 3, 253),
     "swap": (1_400, 90, 29_500),
 }
-MOST_CODE_LINES = 40_163
-MOST_FILES = 400
+MOST_CODE_LINES = 39_952
+MOST_FILES = 399
 MOST_LINES_OF_C = 5_170
 MOST_NAMES_DEFINED_TWICE = 7
 MOST_VERBS_FOR_AN_END = 22

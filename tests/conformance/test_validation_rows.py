@@ -265,7 +265,7 @@ async def test_a_copy_that_the_driver_cannot_read_leaves_the_memory_empty(compil
 
 async def test_an_execution_fills_a_memory_whose_last_copy_was_refused(compilation: aionn.Compilation, compute: Any) -> None:
     memory = await compilation.allocate(inputs=("x",), outputs=("x_out",))
-    for value in (1, 2, 3):  # the second and third go the short way of a burst
+    for value in (1, 2, 3):  # a burst sends the second and third without encoding them again
         await memory.reset(9)
         with pytest.raises(aionn.CallerError):
             await memory.copy_from(np.ones(3, np.float32))

@@ -20,16 +20,19 @@ import signal
 import weakref
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
+from typing import Any
 
 import anyio
 import pytest
 
 import aionn
 from aionn.runtime.processes.devices import Devices
+from aionn.runtime.serving.gate import Gate
+from aionn.runtime.serving.serving import Serving
 from aionn.testing import FakeDevice
 from aionn.testing.fake_engine import SecondFakeEngine
 from tests.leaks import leak_check
-from tests.runtime.execution_channels import CHANNELS, BurstChannel, Call, Channel, StartChannel
+from tests.runtime.execution_channels import CHANNELS, BurstChannel, Call, Channel, StartChannel, StepChannel
 from tests.runtime.gated_engines import LARGE, GatedCpu, GatedEngine, Runs
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("surroundings"), pytest.mark.no_cover]
@@ -464,6 +467,74 @@ async def swapped_under_load(channel: Channel) -> None:
         over = True
     assert {"older", "newer"} == set(found)
     assert channel.pinned() == 0
+
+
+@pytest.mark.parametrize("held", [False, True], ids=["comes", "was held back"])
+@pytest.mark.parametrize("channel", CHANNELS)
+async def test_nothing_is_sent_through_a_closed_gate(channel: str, held: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Covers: no await between the choice of a channel and the sending, or a swap slips in. The gate closes in each turn of the loop."""
+    async with leak_check():
+        opened = CHANNELS[channel]()
+        async with opened.open():
+            for turns in range(12):
+                assert not await sent_through_a_closed_gate(opened, turns, held, monkeypatch), f"closed after {turns} turns"
+        del opened
+
+
+async def sent_through_a_closed_gate(channel: Channel, turns: int, held: bool, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Begin a call, and close the gate so many turns later. Returns how many requests were sent then."""
+    compiled, entered = channel.compilation._parts.compiled, Serving.entered
+    gate, sent = compiled.gate, 0
+
+    def watched(serving: Serving, *given: Any, **named: Any) -> Any:
+        nonlocal sent
+        sent += gate.closed
+        return entered(serving, *given, **named)
+
+    with monkeypatch.context() as patch, compiled.watching():
+        patch.setattr(Serving, "entered", watched)
+        if held:
+            gate.close()
+        call = channel.begin(10 + turns)
+        if held:
+            await anyio.wait_all_tasks_blocked()
+            gate.open()
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        gate.close()
+        await anyio.wait_all_tasks_blocked()
+        gate.open()
+        assert await call.outcome() == "older"
+        return sent
+
+
+async def test_a_step_that_has_waited_for_its_state_chooses_its_channel_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Covers: nothing is awaited after the choice, also where the call before has left its state with the driver, and a swap came."""
+    close, closed = Gate.close, anyio.Event()
+
+    def closing(gate: Gate) -> None:
+        close(gate)
+        closed.set()
+
+    monkeypatch.setattr(Gate, "close", closing)
+    async with leak_check():
+        channel = StepChannel()
+        async with channel.open():
+            channel.runs.hold(10)
+            first = channel.begin(10)
+            await channel.runs.begun(10)
+            first.cancel()
+            assert await first.outcome() == "CancelledError"
+            channel.free.insert(0, channel.free.pop())  # the state that the driver still advances
+            second = channel.begin(11)
+            await anyio.wait_all_tasks_blocked()
+            swapping = asyncio.ensure_future(channel.runtime.swap(channel.compilation, channel.model("newer")))
+            await closed.wait()
+            channel.runs.open()
+            assert await second.outcome() == "newer"
+            await swapping
+            assert [number for number in channel.runs.look() if number > 9] == [10, 11]
+        del channel, first, second
 
 
 @pytest.mark.parametrize("way", ["compute", "burst", "frame", "plan", "start"])

@@ -335,7 +335,7 @@ async def test_a_call_that_waits_for_a_frame_keeps_its_deadline_and_can_be_cance
                     await burst.compute({"x": x(1)}, timeout_s=0.01)
                 with anyio.move_on_after(0.01):
                     await burst.compute({"x": x(1)})
-                assert burst._executor.frames._waiting == {}
+                assert burst._executor.frames.waiting == {}
                 for number in range(3):
                     tasks.start_soon(_computed, burst, number)
                     await anyio.wait_all_tasks_blocked()
@@ -382,7 +382,7 @@ async def test_closing_the_burst_ends_those_who_wait_for_a_frame(fake: FakeDevic
             for _ in range(FRAMES + 5):
                 tasks.start_soon(refused)
             await anyio.wait_all_tasks_blocked()
-            assert sum(map(len, burst._executor.frames._waiting.values())) == 5
+            assert sum(map(len, burst._executor.frames.waiting.values())) == 5
             tasks.start_soon(burst.aclose)
             await anyio.wait_all_tasks_blocked()
             fake.behave()

@@ -195,7 +195,7 @@ async def test_calls_that_wait_for_one_connection_share_its_failure() -> None:
 
 @pytest.mark.parametrize("way", ["compute", "burst"])
 async def test_results_that_contradict_the_request(way: str) -> None:
-    """Also where outputs are to lie in an app's own memory, or in the driver: on the long way and on the short one."""
+    """Also where outputs are to lie in an app's own memory, or in the driver."""
     async with beside_an_honest_one() as runtime:
         for lie in hostile_driver.RESULTS:
             if lie == "a_negative_shape":

@@ -232,7 +232,7 @@ async def test_a_frame_that_two_drivers_died_on_is_left_out(fake: FakeDevice, ca
 async def test_a_frame_whose_caller_left_is_heard_once(fake: FakeDevice, dies: bool) -> None:
     async with counting(fake, snapshot_every=3) as voice:
         await voice.compute({"x": x()})
-        await voice.compute({"x": x()})  # the first on the short way
+        await voice.compute({"x": x()})
         pid = one_driver()
         stop(pid)
         await left(voice, {"x": x()})

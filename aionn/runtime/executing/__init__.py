@@ -10,7 +10,6 @@ starting        the executions that an app has started; no task waits for them
 dependencies    what a started execution depends on, and what others rely on
 control         the control call as a channel
 link            a burst's queues as a channel: its connection to one driver
-recurrent       the usual step of a stream that keeps its state in the driver
 placement       arguments that do not lie in the frame
 device_memory   `DeviceMemory`: a tensor that lives in the driver, as an app uses it
 allocating      allocates device memory for one compilation or for several

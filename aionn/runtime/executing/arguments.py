@@ -157,9 +157,9 @@ class Arguments:
 
     def fit(self, layout: FrameLayout, answered: Sequence[OutputShape]) -> FrameLayout:
         """Return a layout without the room that a guess had given to outputs of these shapes, or `layout` if it was not a guess."""
-        input_shapes = tuple(shape for _, _, shape, _ in layout.inputs)
         if layout.known or layout.answered or not answered:
             return layout
+        input_shapes = tuple(shape for _, _, shape, _ in layout.inputs)
         current = self._layouts.get(input_shapes)
         if current is not layout and current is not None:
             return current  # the answer to another request over such a frame came before

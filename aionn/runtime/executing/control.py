@@ -33,7 +33,7 @@ class ControlChannel:
         except BaseException:
             execution.answered(None)
             raise
-        if self._counted and execution.placement is None:
+        if self._counted:
             self.serving.use.count()
         entered = self.serving.entered(execution.answered, estimated=self._estimated)
         with trace.span("compute", device=self.serving.device, stage=self.serving.stage):

@@ -80,7 +80,8 @@ class Uses:
         if advancing:
             self.advancing = False
         self.executions -= 1
-        self.notify()
+        if self._ended is not None:
+            self.notify()
 
     def notify(self) -> None:
         """Wake those who wait for the end of an execution or of a copy."""
@@ -148,25 +149,29 @@ class DeviceState:
         if ended_by is not None:
             raise lost_with(self.buffers.device, ended_by) from ended_by
 
-    async def ready(self) -> None:
-        """Return when it can be used. Wait only for executions and copies whose callers have left.
+    def is_ready(self, *, advance: bool = False) -> bool:
+        """Return whether it can be used, or advanced, until the next await. If not, `ready` waits, or raises why."""
+        uses, buffers = self.uses, self.buffers
+        busy = self.closed or uses.advancing or uses.left_copies or (advance and buffers.back is None)
+        return not busy and buffers.ended_by is None
+
+    async def ready(self, *, advance: bool = False) -> None:
+        """Return when it can be used, or advanced. Wait only for executions and copies whose callers have left, and for a second buffer.
 
         Raises:
             CallerError: as `check_alive`; or an execution that advances it is in flight, and its caller awaits that.
             DeviceMemoryLostError: its driver has ended.
+            MemoryAllocationError: the driver cannot have the second buffer now.
         """
         self._session.check_loop()
         self.check_alive()
         while self.uses.abandoned:
             await self.uses.next_end()
             self.check_alive()
-        self.check_free()
-
-    def check_free(self) -> None:
-        """Raise if an execution that advances it is in flight, or it can no longer be used."""
-        self.check_alive()
         if self.uses.advancing:
             raise CallerError("an execution that advances this device memory is in flight; await it before the next use")
+        if advance:
+            await self.buffers.complete(lambda: self.closed)
 
     def check_filled(self) -> None:
         """Raise as the driver does for a memory without contents, if the last copy into it was refused before it was sent."""
@@ -175,31 +180,7 @@ class DeviceState:
                 "this device memory is not initialized: the last copy_from was refused; fill it again", status=ErrorStatus.GENERAL_FAILURE
             )
 
-    def stands_for(self, name: str, roles: tuple[str, ...] | None) -> bool:
-        """Return whether it may be that input or output of an execution now, where the driver is alive.
-
-        `roles`: what `buffers.inputs_of` or `outputs_of` says of the prepared model.
-        """
-        busy = self.uses.advancing or self.uses.left_copies or self.emptied
-        return roles is not None and not self.closed and not busy and name in roles
-
     # --- executions ----------------------------------------------------------------------------------------------------
-
-    async def complete(self) -> None:
-        """See that there is a second buffer, for executions that read and write the memory.
-
-        Raises:
-            MemoryAllocationError: the driver cannot have it now.
-        """
-        await self.buffers.complete(lambda: self.closed)
-
-    def begin(self, *, advance: bool) -> None:
-        """Count an execution that is about to use it, after `check_free`.
-
-        Raises:
-            CallerError: it would advance what is being filled.
-        """
-        self.uses.begin(advance=advance)
 
     def end(self, *, advanced: bool | None) -> None:
         """Count an execution that is over, or was never sent.

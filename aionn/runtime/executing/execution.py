@@ -11,9 +11,8 @@ beside it (`streaming.burst`).
     Channel              the control socket, or a burst's queues, to one driver or to those of a plan
 
 Invariants
-    After a channel is chosen, only device memory is awaited before the sending, and a swap waits for such an execution (`Serving.used`).
-    Where a frame must be waited for, all that was placed is given back. The channel is chosen again then, because its driver may have
-    died meanwhile.
+    Nothing is awaited between the choice of a channel and the sending. Where device memory or a frame must be waited for, all that was
+    placed is given back. The channel is chosen again then, because its driver may have died, or another one may serve.
     One pin of the frame, and everything else that is placed, is held until the driver has answered, or never will. It is held until
     the outputs are made, too, if the caller still waits for them.
 """
@@ -21,14 +20,15 @@ Invariants
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from weakref import WeakSet
 
 import msgspec
 import numpy as np
 
 from aionn import trace
-from aionn.errors import AionnError, ExecutionError, OutputInsufficientSizeError
+from aionn.errors import AionnError, DeviceMemoryLostError, DriverDiedError, ExecutionError, OutputInsufficientSizeError
+from aionn.hal.model import Model
 from aionn.hal.options import CallOptions
 from aionn.hal.types import ErrorStatus, Request, Result
 from aionn.memory.pool import Frame, FramePool, FramesInFlightError
@@ -38,13 +38,20 @@ from aionn.pages.app_page import BurstSlot
 from aionn.remote.handles import RemoteBuffer
 from aionn.runtime.executing.arguments import Arguments, failure_of
 from aionn.runtime.executing.counted import Shown, count_end
+from aionn.runtime.executing.device_buffers import lost_with
+from aionn.runtime.executing.device_state import DeviceState
 from aionn.runtime.executing.frame_layout import FrameLayout, Outputs
-from aionn.runtime.executing.frames import Frames, Spare, fill
-from aionn.runtime.executing.placement import Placement, check_frame, contents_of, is_placed, place
-from aionn.runtime.executing.transitions import AFTER, Act, State
+from aionn.runtime.executing.frames import Frames, fill
+from aionn.runtime.executing.placement import Placement, check_frame, check_outputs, contents_of, is_placed, place, states_of
+from aionn.runtime.executing.transitions import AFTER, ANSWER, LEFT, PLACE, PUT_BACK, SEND, SETTLE, SETTLED, WAITING, WIDEN, Act
 from aionn.runtime.serving.compiled_model import CompiledModel
 from aionn.runtime.serving.serving import Serving
 from aionn.tasks import ending_by
+
+if TYPE_CHECKING:
+    from aionn.runtime.serving.planned_model import Prepared
+
+_NONE = ErrorStatus.NONE
 
 NO_ANSWER = "the driver's answer did not come"
 
@@ -172,7 +179,21 @@ class Execution:
         state: see `transitions`. result: the answer. failed: the answer that is an error, if one came.
     """
 
-    __slots__ = ("_room", "_route", "call", "channel", "executor", "failed", "frame", "layout", "placement", "placing", "result", "state")
+    __slots__ = (
+        "_room",
+        "_route",
+        "_spare",
+        "call",
+        "channel",
+        "executor",
+        "failed",
+        "frame",
+        "layout",
+        "placement",
+        "placing",
+        "result",
+        "state",
+    )
 
     layout: FrameLayout
 
@@ -182,12 +203,13 @@ class Execution:
         self.call = call.completed(executor.arguments) if executor.arguments.defaults and call.own is None else call
         self.placing = self.call.placing
         self.channel: Channel | None = None
-        self.state = State.WAITING
+        self.state = WAITING
         self.frame: Frame | None = None
         self.placement: Placement | None = None
         self.result: Result | None = None
         self.failed: Result | None = None
         self._room: FrameLayout | None = None  # the layout that the next frame must have
+        self._spare: tuple[FramePool, Frame] | None = None  # a frame that was waited for, until it is used
 
     # --- what `compute` waits for ---------------------------------------------------------------------------------------
 
@@ -211,13 +233,12 @@ class Execution:
             return await self._run(first)
 
     async def _run(self, first: tuple[Channel, FrameLayout, Result] | None) -> Outputs:
-        spare = Spare(self.executor.frames, self.call.options.deadline_ns)
         try:
             if first is not None:
                 self.channel, self.layout, self.result = first
                 if not self.widen():
                     raise await self._failure()
-            while (found := await self._run_once(spare)) is None:
+            while (found := await self._run_once()) is None:
                 pass
             return found
         except ExecutionError as error:
@@ -225,55 +246,88 @@ class Execution:
             if found is None:
                 raise
             return found
+        except DriverDiedError as error:
+            if self.placement is None or not self.placement.used or isinstance(error, DeviceMemoryLostError):
+                raise
+            raise lost_with(error.device, error) from error
         finally:
-            spare.give_back()
-            if self.state is not State.SETTLED:
+            if self._spare is not None:
+                self._spare[1].settled(None)
+            if self.state is not SETTLED:
                 self._settle()
 
-    async def _run_once(self, spare: Spare) -> Outputs | None:
+    async def _run_once(self) -> Outputs | None:
         """Run once. Returns None if there was too little room, or no frame was free."""
-        call, executor = self.call, self.executor
-        if self._room is None and call.own is None and not self.placing:  # a wrong call connects to no driver
-            self._room = executor.arguments.layout(executor.arguments.shapes_of(call.inputs))
-        channel = self.channel = await self._route(call.options.deadline_ns)
-        serving = channel.serving
-        sampling = None if executor.compiled is None else executor.compiled.sampling
+        call, executor, compiled = self.call, self.executor, self.executor.compiled
         try:
-            if not self.placing:
-                self.hold(None, {}, spare.lease)
-                if sampling is not None:
-                    sampling.take(call.inputs)
-                self._act(Act.SEND)
-                await channel.send(self)
+            if self.placing:
+                check_outputs(executor.arguments.outputs, call.outputs)
+                if compiled is not None and compiled.sampling is not None:
+                    await compiled.sampling.take_placed(call.inputs, call.placed)
+                states = states_of(call.placed, call.outputs)
+                channel = await self.choose(states)
+                self.hold(*self.placed(channel.serving.model, channel.serving.prepared, states), self._lease)
             else:
-                with serving.used():
-                    if sampling is not None:
-                        await sampling.take_placed(call.inputs, call.placed)
-                    placed = await place(serving.model, executor.arguments.outputs, serving.prepared, call.placed, call.outputs)
-                    self.hold(*placed, spare.lease)
-                    with placed[0].awaited():
-                        self._act(Act.SEND)
-                        await channel.send(self)
+                if self._room is None and call.own is None:  # a wrong call connects to no driver
+                    self._room = executor.arguments.layout(executor.arguments.shapes_of(call.inputs))
+                channel = self.channel = await self._route(call.options.deadline_ns)
+                self.hold(None, {}, self._lease)
+                if compiled is not None and compiled.sampling is not None:
+                    compiled.sampling.take(call.inputs)
         except FramesInFlightError as crowded:
-            self._act(Act.PUT_BACK)
-            await spare.wait(crowded.pool)
+            self._act(PUT_BACK)
+            await self._wait_for_frame(crowded.pool)
             return None
-        assert self.result is not None
-        if self.result.status is ErrorStatus.NONE:
-            outputs = self.outputs(serving)
-            self._act(Act.SETTLE)
+        self._act(SEND)
+        await channel.send(self)
+        result = self.result
+        assert result is not None
+        if result.status is _NONE:
+            outputs = self.outputs(channel.serving)
+            self._act(SETTLE)
             return outputs
         if not self.widen():
             raise await self._failure()
-        self._act(Act.WIDEN)
+        self._act(WIDEN)
         return None
+
+    async def choose(self, states: Mapping[DeviceState, bool]) -> Channel:
+        """Choose the channel, while every device memory is ready. Where one must be waited for, the channel is chosen again."""
+        while True:
+            channel = self.channel = await self._route(self.call.options.deadline_ns)
+            for state, advances in states.items():
+                if not state.is_ready(advance=advances):
+                    break
+            else:
+                return channel
+            for state, advances in states.items():
+                await state.ready(advance=advances)
+
+    def placed(self, model: Model, prepared: Prepared, states: Mapping[DeviceState, bool]) -> tuple[Placement, dict[str, tuple[int, ...]]]:
+        """Place the arguments that are not arrays; see `place`."""
+        return place(model, self.executor.arguments.outputs, prepared, self.call.placed, self.call.outputs, states)
+
+    def _lease(self, pool: FramePool) -> Frame:
+        """Return the frame that was waited for, or a free one of the pool, but not before those who wait."""
+        spare, self._spare = self._spare, None
+        if spare is not None:
+            if spare[0] is pool:
+                return spare[1]
+            spare[1].settled(None)
+        if pool.crowded:
+            raise FramesInFlightError(pool)
+        return pool.lease()
+
+    async def _wait_for_frame(self, pool: FramePool) -> None:
+        """Wait for a frame and keep it, while it is worked out anew where the other arguments lie."""
+        self._spare = pool, await self.executor.frames.wait(pool, self.call.options.deadline_ns)
 
     async def _failure(self) -> AionnError:
         """Report an answer that is an error. Returns what it means to the caller.
 
         What it holds is given back first. The report reads its inputs, and a second try elsewhere may need them.
         """
-        self._act(Act.SETTLE)
+        self._act(SETTLE)
         self.failed = result = self.result
         assert result is not None
         assert self.channel is not None
@@ -306,8 +360,10 @@ class Execution:
 
     def _settle(self) -> None:
         """Give the caller its outcome. A driver that still has the request keeps what it may touch, and nothing else, from being freed."""
-        self._act(Act.SETTLE)
-        if self.state is State.LEFT:
+        self._act(SETTLE)
+        if self.state is LEFT:
+            if self.placement is not None:
+                self.placement.left()
             self.channel = None
             del self._route, self.call, self.executor
 
@@ -321,7 +377,7 @@ class Execution:
             FramesInFlightError: no frame is free.
         """
         call, executor = self.call, self.executor
-        self._act(Act.PLACE)
+        self._act(PLACE)
         self.placement, self.result = placement, None
         if call.own is not None and self._room is None:
             self.layout, frame = call.own
@@ -350,7 +406,7 @@ class Execution:
     def answered(self, result: Result | None) -> None:
         """Note the driver's answer, or that none will come (None). A channel calls this once."""
         self.result = result
-        self._act(Act.ANSWER)
+        self._act(ANSWER)
 
     def widen(self) -> bool:
         """Return whether the outputs had too little room, and the next frame has enough."""
@@ -370,13 +426,15 @@ class Execution:
         executor, layout, frame, result, call = self.executor, self.layout, self.lent, self.result, self.call
         assert result is not None
         executor.counts.add(COMPUTED, 1)
-        self.layout = executor.arguments.fit(layout, result.output_shapes)
-        if self.layout is not layout:
-            executor.frames.outgrown(layout)
-        arrays = layout.outputs_in(frame, result.output_shapes, call.outputs)
-        if executor.frames.pool(layout).crowded:
+        shapes = result.output_shapes
+        if shapes:
+            self.layout = executor.arguments.fit(layout, shapes)
+            if self.layout is not layout:
+                executor.frames.outgrown(layout)
+        arrays = layout.outputs_in(frame, shapes, call.outputs)
+        if executor.frames.waiting and executor.frames.pool(layout).crowded:
             arrays = {name: array.copy() for name, array in arrays.items()}
         outputs = Outputs(arrays, serving.stage, result.timing if call.options.measure_timing else None)
-        if self.placement is not None:
+        if self.placement is not None and self.placement.held:
             outputs.update(self.placement.arrays(serving.model, result))
         return outputs

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from math import prod
 from typing import Any, NoReturn
 
@@ -173,7 +173,7 @@ class FrameLayout:
     def _known_places(self) -> list[tuple[str, np.dtype[Any], tuple[int, ...], int]]:
         return [(name, dtype, shape, offset) for name, dtype, shape, offset, _ in self.outputs if shape is not None]
 
-    def outputs_in(self, frame: Frame, shapes: Sequence[OutputShape] = (), elsewhere: Container[str] = ()) -> Mapping[str, NDArray[Any]]:
+    def outputs_in(self, frame: Frame, shapes: Sequence[OutputShape] = (), elsewhere: Collection[str] = ()) -> Mapping[str, NDArray[Any]]:
         """Return the outputs in the frame, by name.
 
         Args:
@@ -183,8 +183,10 @@ class FrameLayout:
         Raises:
             ExecutionError: the driver's answer contradicts this request.
         """
-        if not shapes and self.known and not elsewhere:
-            return frame.arrays.get(self.outputs_key) or frame.cut(self.outputs_key, self._known_places())
+        if not shapes and self.known:
+            key = (self.outputs_key, *elsewhere) if elsewhere else self.outputs_key
+            found = frame.arrays.get(key)
+            return frame.cut(key, [place for place in self._known_places() if place[0] not in elsewhere]) if found is None else found
         places = []
         if shapes and len(shapes) != len(self.outputs):
             raise false_shapes(f"{len(shapes)} shapes came for {len(self.outputs)} outputs")

@@ -13,7 +13,7 @@ When requests in flight hold all frames that can be had, `Frames.lease` waits fo
 caller who has waited longest.
 
 Invariants
-    A pool is a key of `_waiting`  <=>  a caller waits for a frame of it  <=>  the pool is `crowded`.
+    A pool is a key of `waiting`  <=>  a caller waits for a frame of it  <=>  the pool is `crowded`.
     A pool that is released has no pinned frame, so no request in flight names its slots, and no caller waits for it.
 """
 
@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from aionn.errors import CallerError, DeadlineError, MemoryAllocationError, again
 from aionn.hal.types import IMemory
-from aionn.memory.pool import Frame, FramePool, FramesInFlightError, aligned
+from aionn.memory.pool import Frame, FramePool, FramesInFlightError
 from aionn.memory.region import Region
 from aionn.runtime.executing.frame_layout import FrameLayout, as_array
 from aionn.tasks import seconds_until
@@ -43,12 +43,17 @@ _KEPT_BYTES = 2**20
 
 
 class Frames:
-    """Frame pools and their regions by slot. Satisfies `IBurstCallback`."""
+    """Frame pools and their regions by slot. Satisfies `IBurstCallback`.
+
+    Attributes:
+        waiting: the callers that wait for a frame, by pool, those who came first first.
+        on_gone: called with the slot of memory that the driver need not keep mapped.
+    """
 
     def __init__(self, in_flight: int) -> None:
         """`in_flight`: so many frames of each size may be pinned while requests are in flight. The app may hold more."""
         self._in_flight = in_flight
-        self._waiting: dict[FramePool, deque[asyncio.Future[Frame]]] = {}
+        self.waiting: dict[FramePool, deque[asyncio.Future[Frame]]] = {}
         self._pools: dict[int, FramePool] = {}  # by the size of their frames, the least recently used first
         self._used: set[FramePool] = set()  # since the last growth
         self._regions: dict[int, Region] = {}
@@ -78,7 +83,7 @@ class Frames:
 
     def _size_for(self, layout: FrameLayout) -> int:
         """Return the size of the frames for a layout: its own, or a slightly larger one that exists."""
-        own = aligned(layout.frame_bytes)
+        own = layout.frame_bytes
         if own in self._pools:
             return own
         return min((size for size in self._pools if own < size <= own + own // 8), default=own)
@@ -158,7 +163,7 @@ class Frames:
         timer = None
         if (left_s := seconds_until(deadline_ns)) is not None:
             timer = loop.call_later(left_s, _fail_late, waiter)
-        self._waiting.setdefault(pool, deque()).append(waiter)
+        self.waiting.setdefault(pool, deque()).append(waiter)
         pool.tell_returns(partial(self._serve, pool))
         try:
             return await waiter
@@ -173,7 +178,7 @@ class Frames:
 
     def _serve(self, pool: FramePool) -> None:
         """Serve those who wait: a frame has come back, or the pool is closed."""
-        for waiter in list(self._waiting.get(pool, ())):
+        for waiter in list(self.waiting.get(pool, ())):
             if waiter.done():
                 continue
             try:
@@ -185,11 +190,11 @@ class Frames:
             self._leave(pool, waiter)
 
     def _leave(self, pool: FramePool, waiter: asyncio.Future[Frame]) -> None:
-        waiting = self._waiting.get(pool)
+        waiting = self.waiting.get(pool)
         if waiting is not None and waiter in waiting:
             waiting.remove(waiter)
             if not waiting:
-                del self._waiting[pool]
+                del self.waiting[pool]
                 pool.tell_returns(None)
 
     def _add(self, region: Region) -> int:
@@ -252,38 +257,6 @@ class Frames:
         self._regions.clear()
 
 
-class Spare:
-    """A frame that was waited for, kept while its owner works out anew where the other arguments lie.
-
-    Those are held from their check until the request is sent, and nothing is awaited in between.
-    """
-
-    def __init__(self, frames: Frames, deadline_ns: int | None) -> None:
-        self._frames = frames
-        self._deadline_ns = deadline_ns
-        self._kept: tuple[FramePool, Frame] | None = None
-
-    async def wait(self, pool: FramePool) -> None:
-        """Wait for a frame of that pool and keep it; see `Frames.lease`."""
-        self.give_back()
-        self._kept = (pool, await self._frames.wait(pool, self._deadline_ns))
-
-    def lease(self, pool: FramePool) -> Frame:
-        """Return the frame that is kept, if it is that pool's; else as `FramePool.lease`, but not before those who wait."""
-        if self._kept is not None and self._kept[0] is pool:
-            frame, self._kept = self._kept[1], None
-            return frame
-        if pool.crowded:
-            raise FramesInFlightError(pool)
-        return pool.lease()
-
-    def give_back(self) -> None:
-        """Give back the frame that is kept. Call this at the end."""
-        if self._kept is not None:
-            (_, frame), self._kept = self._kept, None
-            frame.settled(None)
-
-
 def _fail_late(waiter: asyncio.Future[Frame]) -> None:
     if not waiter.done():
         waiter.set_exception(DeadlineError("no frame was free by the deadline; too many requests are in flight, try again later"))
@@ -317,7 +290,7 @@ def fill_large(frame: Frame, layout: FrameLayout, inputs: Mapping[str, NDArray[A
 
 
 def fill(frame: Frame, layout: FrameLayout, inputs: Mapping[str, Any], placed: Container[int] = ()) -> int:
-    """Copy an app's arrays into a frame, each once; the bytes copied. `placed`: indices of inputs that lie elsewhere."""
+    """Copy an app's arrays into a frame, each once. Returns the bytes copied. `placed`: indices of inputs that lie elsewhere."""
     copied = 0
     for index, (name, place) in enumerate(layout.inputs_in(frame).items()):
         if placed and index in placed:

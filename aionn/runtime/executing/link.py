@@ -27,7 +27,7 @@ from aionn.burst.controller import ExecutionBurstController
 from aionn.burst.packets import DATUM_BYTES, PoolReference, encode_request_body, enough_datums
 from aionn.errors import AionnError, CallerError
 from aionn.fmq import SOON, MessageQueue
-from aionn.hal.types import Request, Result
+from aionn.hal.types import Result
 from aionn.memory.pool import Frame
 from aionn.memory.region import Region
 from aionn.pages.app_layout import DRIVER_BUSY_NS
@@ -143,8 +143,7 @@ class Link:
         """Count an execution that begins, while somebody watches. Returns what is to be called with its answer."""
         if not self._compiled.watched:
             return execution.answered
-        if execution.placement is None:
-            self.serving.use.count()
+        self.serving.use.count()
         return self.serving.entered(execution.answered, execution.call.options.deadline_ns)
 
     async def aclose(self, error: AionnError) -> None:
@@ -265,7 +264,7 @@ class _Sending:
         self._frame = execution.lent
         self._measure = execution.call.options.measure_timing
         placement = execution.placement
-        places = None if placement is None else placement.key({pool: self._reference(pool) for pool in placement.pools})
+        places = None if placement is None else placement.key(frames.slot_of)
         self._key = execution.layout, self._measure, places
         self.busy_ns = self.first_ns = 0
 
@@ -385,24 +384,18 @@ def plain_body(layout: FrameLayout, frame: Frame, measure_timing: bool) -> bytes
 
 def placed_body(layout: FrameLayout, frame: Frame, frames: Frames, placement: Placement, measure_timing: bool) -> bytes:
     """Return the request of a frame and a placement. A state that swaps two buffers has two."""
-    references = {pool: _reference_of(pool, frames) for pool in placement.pools}
-    key = (layout, measure_timing, placement.key(references))
+    key = (layout, measure_timing, placement.key(frames.slot_of))
     body: bytes | None = frame.bindings.get(key)
     if body is None:
-        body = remember(frame, key, placement.request(layout, frame.offset), tuple(references.values()), measure_timing)
+        references = (PoolReference(frame.slot), *(_reference_of(pool, frames) for pool in placement.pools))
+        body = encode_request_body(placement.request(layout, frame.offset), references, measure_timing, framed=True)
+        keep(frame, key, body)
     return body
 
 
 def _reference_of(pool: Region | RemoteBuffer, frames: Frames) -> PoolReference:
     """Return how a packet names memory beside the frame: a driver's buffer by its token, an app's memory by its slot."""
     return PoolReference(-1, pool.token) if isinstance(pool, RemoteBuffer) else PoolReference(frames.slot_of(pool))
-
-
-def remember(frame: Frame, key: Any, request: Request, references: tuple[PoolReference, ...], measure_timing: bool) -> bytes:
-    """Encode a request whose pools are the frame's and `references`, and keep it with the frame."""
-    body = encode_request_body(request, (PoolReference(frame.slot), *references), measure_timing, framed=True)
-    keep(frame, key, body)
-    return body
 
 
 def keep(frame: Frame, key: Any, body: bytes) -> None:

@@ -7,13 +7,12 @@
 
 A `Placement` is made for one execution. It keeps the app's memory mapped (`held`) and device memories in use (`used`). `used` also says
 for each device memory whether its two buffers change places after a success. Both end when `settled` is called: the driver has answered,
-or it has ended.
+or it has ended. The steps of a recurrent stream are the usual case, and pay for each look here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +20,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from aionn.burst.packets import PoolReference
-from aionn.errors import CallerError, DeviceMemoryLostError, DriverDiedError, refuse_coroutine
+from aionn.errors import CallerError, refuse_coroutine
 from aionn.hal.model import Model
 from aionn.hal.types import DataLocation, ErrorStatus, Operand, Request, RequestArgument, Result
 from aionn.memory.domain import full_shape
@@ -30,7 +28,6 @@ from aionn.memory.hardware_buffer import HardwareBuffer
 from aionn.memory.memory import Memory
 from aionn.memory.region import Access, Region
 from aionn.remote.handles import RemoteBuffer
-from aionn.runtime.executing.device_buffers import lost_with
 from aionn.runtime.executing.device_memory import DeviceMemory, state_of
 from aionn.runtime.executing.device_state import DeviceState
 from aionn.runtime.executing.frame_layout import FrameLayout, as_array, false_shapes
@@ -56,14 +53,16 @@ class Place(msgspec.Struct, frozen=True):
 
 
 class Placement:
-    """The placed arguments of one execution. Made by `place`; `settled` or `release` must be called once."""
+    """The placed arguments of one execution. Made by `place`; `settled` must be called once."""
+
+    __slots__ = ("held", "inputs", "outputs", "used", "written")
 
     def __init__(self) -> None:
         self.inputs: dict[int, Place] = {}
         self.outputs: dict[int, Place] = {}
         self.held: list[Memory] = []
         self.used: dict[DeviceState, bool] = {}
-        self.written: list[tuple[int, DeviceState]] = []
+        self.written: dict[int, DeviceState] = {}
 
     @property
     def pools(self) -> list[Region | RemoteBuffer]:
@@ -87,44 +86,32 @@ class Placement:
             return argument
         return RequestArgument(DataLocation(numbers[place.pool], place.offset, place.length), place.shape)
 
-    def key(self, references: Mapping[Region | RemoteBuffer, PoolReference]) -> tuple[Any, ...]:
-        """Return what differs between two placements with different encoded requests. `references`: of `pools`."""
-        return tuple(
-            (number, index, references[place.pool], place.offset, place.length, place.shape)
-            for number, places in enumerate((self.inputs, self.outputs))
-            for index, place in places.items()
-        )
+    def key(self, slot_of: Callable[[Any], int]) -> tuple[Any, ...]:
+        """Return what differs between two placements with different encoded requests. `slot_of`: the slot of an app's memory."""
+        found: list[Any] = []
+        for places in (self.inputs, self.outputs):
+            for index, place in places.items():
+                pool = place.pool
+                if type(pool) is RemoteBuffer:
+                    found.append((index, None, pool.token))
+                else:
+                    found.append((index, slot_of(pool), place.offset, place.length, place.shape))
+            found.append(None)
+        return tuple(found)
 
-    @contextmanager
-    def awaited(self) -> Iterator[None]:
-        """Put this around the wait for the answer. A driver's death is raised as the loss of the device memory in it. When the caller has
-        left early, the next use of its device memory waits for the answer."""
-        states = list(self.used)
-        try:
-            yield
-        except DriverDiedError as error:
-            if not states or isinstance(error, DeviceMemoryLostError):
-                raise
-            raise lost_with(error.device, error) from error
-        finally:
-            for state in states:
-                state.uses.leave()
+    def left(self) -> None:
+        """Note that no caller awaits the answer. The next use of a device memory waits for it then."""
+        for state in self.used:
+            state.uses.leave()
 
     def settled(self, result: Result | None) -> None:
-        """Give back what the request held: the driver has answered (with that result), or never will (None)."""
+        """Give back what the request held: the driver has answered (with that result), or never will, or nothing was sent (None)."""
         succeeded = result is not None and result.status is ErrorStatus.NONE
         if succeeded and result is not None:
-            for index, state in self.written:
+            for index, state in self.written.items():
                 state.emptied = False
                 if index < len(result.output_shapes):  # `outputs_in` rejects an answer with too few shapes
                     state.written(result.output_shapes[index].dimensions)
-        self._end(succeeded=succeeded)
-
-    def release(self) -> None:
-        """Give back what the request would have held: nothing will be sent."""
-        self._end(succeeded=False)
-
-    def _end(self, *, succeeded: bool) -> None:
         held, self.held = self.held, []
         used, self.used = self.used, {}
         for state, advances in used.items():
@@ -133,18 +120,15 @@ class Placement:
             part.close()
 
     def arrays(self, model: Model, result: Result) -> list[tuple[str, NDArray[Any]]]:
-        """Return the outputs that lie in an app's own memory, by name.
+        """Return the outputs that lie in an app's own memory, by name. `FrameLayout.outputs_in` has accepted the number of shapes.
 
         Raises:
             ExecutionError: the driver's answer contradicts this request.
         """
-        answered = result.output_shapes
-        if answered and len(answered) != len(model.outputs):
-            raise false_shapes(f"{len(answered)} shapes came for {len(model.outputs)} outputs")
-        found = []
-        for index, (name, operand) in enumerate(model.outputs.items()):
-            place = self.outputs.get(index)
-            if place is not None and place.view is not None:
+        answered, found = result.output_shapes, []
+        for index, place in self.outputs.items():
+            if place.view is not None:
+                name, operand = list(model.outputs.items())[index]
                 shape = answered[index].dimensions if answered else place.shape or full_shape(operand.dimensions)
                 if shape is None:
                     raise false_shapes(f"none came for output {name!r}")
@@ -154,71 +138,72 @@ class Placement:
         return found
 
 
-async def place(
+def states_of(inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> dict[DeviceState, bool]:
+    """Return the states of the device memories among the arguments, and whether an execution advances each: it reads and writes it."""
+    states = {}
+    for value in inputs.values():
+        if isinstance(value, DeviceMemory):
+            states[state_of(value)] = False
+    if outputs:
+        read = set(states)
+        for value in outputs.values():
+            if isinstance(value, DeviceMemory):
+                state = state_of(value)
+                states[state] = state in read
+    return states
+
+
+def place(
     model: Model,
     believed: Mapping[str, Operand],
     prepared: Prepared,
     inputs: Mapping[str, Any],
-    outputs: Mapping[str, Any] | None,
+    outputs: Mapping[str, Any],
+    states: Mapping[DeviceState, bool],
 ) -> tuple[Placement, dict[str, tuple[int, ...]]]:
     """Place the arguments that are not arrays. Returns the placement, and the shapes of the placed inputs by name.
 
     Args:
         believed: see `Arguments.outputs`.
+        states: as `states_of` says. All are ready (`DeviceState.is_ready`). What is checked here is true until the next await.
 
     Raises:
         CallerError: something cannot stand for that operand; nothing is held then.
-        DeviceMemoryLostError: a device memory's driver has ended.
-        MemoryAllocationError: the driver cannot have the second buffer of a device memory that is read and written.
     """
-    outputs = outputs or {}
-    check_outputs(model, outputs)
-    reading = {state_of(value) for value in inputs.values() if isinstance(value, DeviceMemory)}
-    writing = {state_of(value) for value in outputs.values() if isinstance(value, DeviceMemory)}
-    for state in reading | writing:
-        await state.ready()
-    for state in reading & writing:
-        await state.complete()
-    return place_now(model, believed, prepared, inputs, outputs)
-
-
-def place_now(
-    model: Model, believed: Mapping[str, Operand], prepared: Prepared, inputs: Mapping[str, Any], outputs: Mapping[str, Any]
-) -> tuple[Placement, dict[str, tuple[int, ...]]]:
-    """Place as `place` does, where every device memory is ready. What is checked here is true until the next await."""
-    reading = {state_of(value) for value in inputs.values() if isinstance(value, DeviceMemory)}
-    writing = {state_of(value) for value in outputs.values() if isinstance(value, DeviceMemory)}
-    for state in reading | writing:
-        state.check_free()
     placement = Placement()
     try:
         shapes = _place_inputs(placement, model, prepared, inputs)
-        _place_outputs(placement, model, believed, prepared, outputs, reading)
-        for state in reading | writing:
-            advance = state in reading and state in writing
-            state.begin(advance=advance)
-            placement.used[state] = advance
+        if outputs:
+            _place_outputs(placement, model, believed, prepared, outputs, states)
+        for state, advances in states.items():
+            state.uses.begin(advance=advances)
+            placement.used[state] = advances
     except BaseException:
-        placement.release()
+        placement.settled(None)
         raise
     return placement, shapes
 
 
-def check_outputs(model: Model, outputs: Any) -> None:
+def check_outputs(known: Mapping[str, Operand], outputs: Any) -> None:
     """Raise unless the places for outputs are given by the names of outputs."""
-    if not isinstance(outputs, Mapping):
+    if type(outputs) is not dict and not isinstance(outputs, Mapping):
         raise CallerError(f"outputs: expected a dict of memories by name, got {type(outputs).__name__}")
-    unknown = [name for name in outputs if name not in model.outputs]
-    if unknown:
-        raise CallerError(f"outputs name {unknown}, which the model does not have; its outputs are {list(model.outputs)}")
+    if not outputs.keys() <= known.keys():
+        unknown = [name for name in outputs if name not in known]
+        raise CallerError(f"outputs name {unknown}, which the model does not have; its outputs are {list(known)}")
 
 
 def _place_inputs(placement: Placement, model: Model, prepared: Prepared, inputs: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {}
     for index, (name, operand) in enumerate(model.inputs.items()):
-        value = inputs.get(name) if name in inputs else None
+        value = inputs.get(name)
+        if type(value) is np.ndarray:
+            continue
         if isinstance(value, DeviceMemory):
-            state = _checked_state(value, name, state_of(value).buffers.inputs_of(prepared), "input")
+            state = state_of(value)
+            roles = state.buffers.inputs_of(prepared)
+            if roles is None or name not in roles:
+                raise _wrong_role(value, name, roles, "input")
             state.check_filled()
             placement.inputs[index] = Place(state.buffers.front, 0, 0, ())
             if state.shape is None:
@@ -238,20 +223,23 @@ def _place_outputs(
     believed: Mapping[str, Operand],
     prepared: Prepared,
     outputs: Mapping[str, Any],
-    reading: set[DeviceState],
+    states: Mapping[DeviceState, bool],
 ) -> None:
     for index, (name, operand) in enumerate(model.outputs.items()):
         if name not in outputs:
             continue
         value = outputs[name]
         if isinstance(value, DeviceMemory):
-            state = _checked_state(value, name, state_of(value).buffers.outputs_of(prepared), "output")
-            if any(other is state for _, other in placement.written):
+            state = state_of(value)
+            roles = state.buffers.outputs_of(prepared)
+            if roles is None or name not in roles:
+                raise _wrong_role(value, name, roles, "output")
+            if state in placement.written.values():
                 raise CallerError(f"output {name!r}: this device memory stands for another output of the same execution")
-            buffer = state.buffers.back if state in reading else state.buffers.front
+            buffer = state.buffers.back if states[state] else state.buffers.front
             assert buffer is not None
             placement.outputs[index] = Place(buffer, 0, 0, ())
-            placement.written.append((index, state))
+            placement.written[index] = state
         elif isinstance(value, Memory | HardwareBuffer):
             shape: tuple[int, ...] = ()
             disproved = believed[name].dimensions != operand.dimensions
@@ -275,16 +263,13 @@ def _located(value: Memory | HardwareBuffer, operand: Operand, what: str, name: 
         raise CallerError(f"{what} {name!r}: {error}") from None
 
 
-def _checked_state(memory: DeviceMemory, name: str, roles: tuple[str, ...] | None, what: str) -> DeviceState:
+def _wrong_role(memory: DeviceMemory, name: str, roles: tuple[str, ...] | None, what: str) -> CallerError:
+    """Return why a device memory cannot stand for an argument."""
     if name not in (memory.inputs if what == "input" else memory.outputs):
-        raise CallerError(f"{what} {name!r}: this device memory was allocated for inputs {memory.inputs} and outputs {memory.outputs}")
+        return CallerError(f"{what} {name!r}: this device memory was allocated for inputs {memory.inputs} and outputs {memory.outputs}")
     if roles is None:
-        raise CallerError(f"{what} {name!r}: this device memory belongs to another compilation, or to an earlier driver of this one")
-    if name not in roles:
-        raise CallerError(
-            f"{what} {name!r}: this device memory was allocated for that {what} of another compilation; name both in allocate"
-        )
-    return state_of(memory)
+        return CallerError(f"{what} {name!r}: this device memory belongs to another compilation, or to an earlier driver of this one")
+    return CallerError(f"{what} {name!r}: this device memory was allocated for that {what} of another compilation; name both in allocate")
 
 
 def is_placed(value: Any) -> bool:

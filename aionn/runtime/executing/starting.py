@@ -36,12 +36,11 @@ from aionn.runtime.executing.arguments import check_mapping
 from aionn.runtime.executing.control import control_route
 from aionn.runtime.executing.dependencies import After, Dependencies, check_shapes, give_shapes, kept, shape_of
 from aionn.runtime.executing.device_buffers import lost_with
-from aionn.runtime.executing.device_memory import DeviceMemory, state_of
 from aionn.runtime.executing.event import Event, error_of, failed_dependency, fence_of, settle, when_settled
 from aionn.runtime.executing.execution import Call, Execution, Executor
 from aionn.runtime.executing.frames import fill
-from aionn.runtime.executing.placement import check_outputs, is_placed, place_now
-from aionn.runtime.executing.transitions import Act, State
+from aionn.runtime.executing.placement import check_outputs, is_placed, states_of
+from aionn.runtime.executing.transitions import LEFT, PLACE, SEND, SETTLE, WAITING
 from aionn.runtime.preparing.renewal import Renewal
 from aionn.runtime.serving.serving import Serving
 from aionn.tasks import deadline_of, seconds_until
@@ -74,7 +73,7 @@ class Starts:
         self.renewal.check_usable()
         check_mapping(inputs)
         outputs = {} if outputs is None else outputs
-        check_outputs(self.renewal.model, outputs)
+        check_outputs(self.executor.arguments.outputs, outputs)
         deadline_ns = deadline_of(timeout_s)
         if len(self._pending) >= IN_FLIGHT:
             raise _too_many()
@@ -128,7 +127,7 @@ class Started(Execution):
     def lay_out(self) -> None:
         """Check the arguments, and copy the arrays. With device memory they are placed when it is known where that lies."""
         renewal, call = self._starts.renewal, self.call
-        if not self._states():
+        if not states_of(call.inputs, call.outputs):
             self._place(renewal.compiled.serving)
             return
         placed = {name: shape_of(value) for name, value in call.inputs.items() if is_placed(value)}
@@ -136,21 +135,17 @@ class Started(Execution):
         inputs = {name: kept(value) for name, value in call.inputs.items()}
         self.call = call.with_arguments(inputs, {name: kept(value) for name, value in call.outputs.items()})
 
-    def _states(self) -> set[Any]:
-        call = self.call
-        return {state_of(value) for value in (*call.inputs.values(), *call.outputs.values()) if isinstance(value, DeviceMemory)}
-
     def _place(self, serving: Serving | None) -> None:
         """Place the arguments, and copy the arrays into a frame."""
         call = self.call
         model = self._starts.renewal.model if serving is None else serving.model
         prepared: Any = None if serving is None else serving.prepared  # only device memory belongs to one
-        placement, shapes = place_now(model, self.executor.arguments.outputs, prepared, call.inputs, call.outputs)
+        placement, shapes = self.placed(model, prepared, states_of(call.inputs, call.outputs))
         try:
             self.hold(placement, shapes, _lease)
             give_shapes(placement, self.layout, call.outputs)
         except BaseException:
-            self._act(Act.SETTLE)
+            self._act(SETTLE)
             raise
         self.call = call.with_arguments({}, call.outputs)
 
@@ -170,7 +165,7 @@ class Started(Execution):
 
         when_settled(self.event, settled)
         serving = compiled.serving
-        if self.state is State.WAITING or serving is None or not serving.alive or compiled.gate.shut:
+        if self.state is WAITING or serving is None or not serving.alive or compiled.gate.shut:
             session.tasks.start_soon(self._later, name=self.event.name)
         else:
             compiled.use.touches += 1
@@ -185,36 +180,17 @@ class Started(Execution):
     async def _later(self) -> None:
         """Send the request when a prepared model serves and every device memory is free."""
         try:
-            serving = (await self._route(self.call.options.deadline_ns)).serving
+            serving = (await self.choose(states_of(self.call.inputs, self.call.outputs))).serving
             if self.event.done():
                 return
-            if self.state is State.PLACED:
-                self._transmit(serving)
-                return
-            with serving.used():
-                await self._ready()
-                if not self.event.done():
-                    self._place(serving)
-                    self._transmit(serving)
+            if self.state is WAITING:
+                self._place(serving)
+            self._transmit(serving)
         except asyncio.CancelledError:
             settle(self.event, CallerError(_CLOSED))
             raise
         except Exception as error:  # the task belongs to the runtime, which no execution may end
             settle(self.event, error)
-
-    async def _ready(self) -> None:
-        """Wait until no other execution uses the device memories. Started ones are waited for in the order of their starts."""
-        states, call = self._states(), self.call
-        both = {state_of(value) for value in call.inputs.values() if isinstance(value, DeviceMemory)} & {
-            state_of(value) for value in call.outputs.values() if isinstance(value, DeviceMemory)
-        }
-        while True:
-            for state in states:
-                await state.ready()
-            for state in both:
-                await state.complete()
-            if not any(state.uses.abandoned for state in states):
-                return
 
     # --- the request -----------------------------------------------------------------------------------------------------
 
@@ -232,7 +208,7 @@ class Started(Execution):
         if sampling is not None and not placement.inputs:
             sampling.take(layout.inputs_in(self.lent))
         fenced = Fenced(*self.request(), dependencies, fence_of(self.event))
-        self._act(Act.SEND)
+        self._act(SEND)
         settled = serving.entered(self.answered, self.call.options.deadline_ns)
         serving.use.count()
         try:
@@ -240,8 +216,7 @@ class Started(Execution):
         except BaseException:
             settled(None)
             raise
-        for state in placement.used:
-            state.uses.leave()  # the next use of the memory waits for the answer
+        placement.left()
 
     def _start(self, prepared: Any, fenced: Fenced, answered: Callable[[Found], None]) -> Callable[[], None]:
         """Send a request to one driver, or to those of a plan. Returns what ends its wait for dependencies."""
@@ -338,7 +313,7 @@ class Started(Execution):
         assert placement is not None
         assert layout is not None
         frame = _lease(self.executor.frames.pool(layout))
-        self._act(Act.PLACE)
+        self._act(PLACE)
         self.layout, self.frame = layout, frame
         fill(frame, layout, before.inputs_in(old), placement.inputs)
         old.settled(None)
@@ -355,7 +330,7 @@ class Started(Execution):
         if stop is not None:
             stop()
         self._settle()
-        if self.state is State.LEFT:
+        if self.state is LEFT:
             del self._starts
         else:
             self.call = self.call.with_arguments({}, {})

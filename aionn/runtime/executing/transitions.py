@@ -43,22 +43,25 @@ class Act(IntEnum):
     SETTLE = auto()
 
 
+WAITING, PLACED, SENT, ANSWERED, LEFT, SETTLED = State
+PLACE, PUT_BACK, SEND, ANSWER, WIDEN, SETTLE = Act  # an execution names its acts often, and each look into an enumeration takes long
+
 NEXT = {
-    (State.WAITING, Act.PLACE): State.PLACED,
-    (State.WAITING, Act.SETTLE): State.SETTLED,
-    (State.PLACED, Act.PUT_BACK): State.WAITING,
-    (State.PLACED, Act.SEND): State.SENT,
-    (State.PLACED, Act.SETTLE): State.SETTLED,
-    (State.SENT, Act.ANSWER): State.ANSWERED,
-    (State.SENT, Act.SETTLE): State.LEFT,
-    (State.ANSWERED, Act.WIDEN): State.WAITING,
-    (State.ANSWERED, Act.PLACE): State.PLACED,
-    (State.ANSWERED, Act.SETTLE): State.SETTLED,
-    (State.LEFT, Act.ANSWER): State.SETTLED,
+    (WAITING, PLACE): PLACED,
+    (WAITING, SETTLE): SETTLED,
+    (PLACED, PUT_BACK): WAITING,
+    (PLACED, SEND): SENT,
+    (PLACED, SETTLE): SETTLED,
+    (SENT, ANSWER): ANSWERED,
+    (SENT, SETTLE): LEFT,
+    (ANSWERED, WIDEN): WAITING,
+    (ANSWERED, PLACE): PLACED,
+    (ANSWERED, SETTLE): SETTLED,
+    (LEFT, ANSWER): SETTLED,
 }
 """The state after an act. What is missing here cannot happen."""
 
-HOLDING = frozenset((State.PLACED, State.SENT, State.ANSWERED, State.LEFT))
+HOLDING = frozenset((PLACED, SENT, ANSWERED, LEFT))
 """In these states an execution holds its arguments. It gives them back when it leaves them."""
 
 

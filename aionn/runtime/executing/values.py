@@ -15,8 +15,7 @@ from aionn.pages.app_layout import COMPUTED, COPIED_BYTES
 from aionn.remote.device import RemotePreparedModel
 from aionn.runtime.executing.execution import Call, Execution, Executor, Route
 from aionn.runtime.executing.frame_layout import Outputs, as_array
-from aionn.runtime.executing.frames import Spare
-from aionn.runtime.executing.transitions import Act
+from aionn.runtime.executing.transitions import PLACE, SEND, SETTLE
 
 
 def frames_refusal(model: Model, what: str) -> CallerError:
@@ -38,7 +37,7 @@ def execution_of(executor: Executor, route: Route, call: Call) -> Execution:
 class ValuesExecution(Execution):
     """One execution. It holds nothing but its turn with the driver."""
 
-    async def _run_once(self, spare: Spare) -> Outputs:
+    async def _run_once(self) -> Outputs:
         """Run once.
 
         Raises:
@@ -56,8 +55,8 @@ class ValuesExecution(Execution):
         counted = executor.compiled is not None
         if counted:
             serving.use.count()
-        self._act(Act.PLACE)
-        self._act(Act.SEND)
+        self._act(PLACE)
+        self._act(SEND)
         # From here on a swap waits for this execution.
         settled = serving.entered(self.answered, estimated=counted)
         with trace.span("compute.values", device=serving.device, stage=serving.stage):
@@ -67,5 +66,5 @@ class ValuesExecution(Execution):
             self.failed = result
             raise executor.failure(serving, result, None)
         executor.counts.add(COMPUTED, 1)
-        self._act(Act.SETTLE)
+        self._act(SETTLE)
         return Outputs(values, serving.stage, result.timing if call.options.measure_timing else None)

@@ -98,16 +98,6 @@ class Serving:
                 for event in waiting:
                     event.set()
 
-    @contextmanager
-    def used(self) -> Iterator[None]:
-        """Count an execution of the app's for the body."""
-        self.use.count()
-        self.enter()
-        try:
-            yield
-        finally:
-            self.leave()
-
     def entered(
         self, settled: Callable[[Result | None], None], deadline_ns: int | None = None, *, estimated: bool = True
     ) -> Callable[[Result | None], None]:

@@ -1,7 +1,7 @@
 """`Burst`: a stream of executions to one driver over shared memory, as an app uses it.
 
-A burst has one shortcut, its usual frame: plain arrays of the same shapes as the request before. It has a variant for a stream that
-keeps its state in the driver (`executing.recurrent`). Everything else is an `Execution` over the burst's link.
+A burst has one shortcut, its usual frame: plain arrays of the same shapes as the request before. Everything else is an `Execution` over
+the burst's link.
 
 Invariant
     A frame is pinned by its lease (the app's, or that of a running `compute`) and by each request in flight over it.
@@ -28,7 +28,6 @@ from aionn.runtime.executing.execution import Call, Execution
 from aionn.runtime.executing.frame_layout import FrameLayout, Outputs
 from aionn.runtime.executing.frames import LARGE_BYTES, fill_large
 from aionn.runtime.executing.link import Link, plain_body
-from aionn.runtime.executing.recurrent import RecurrentSteps, Step
 from aionn.runtime.executing.retrying import Retries, retried
 from aionn.runtime.streaming import stream
 from aionn.runtime.streaming.connection import BurstConnection
@@ -68,7 +67,6 @@ class Burst(AsyncOnly):
         self._loop = connection.session.loop
         self._executor = connection.executor
         self._counts = connection.executor.counts
-        self._recurrent: RecurrentSteps | None = None
 
     async def __aenter__(self) -> Burst:
         await self._connection.open()
@@ -215,50 +213,22 @@ class Burst(AsyncOnly):
     async def _execute(self, inputs: Mapping[str, Any] | Frame, outputs: Mapping[str, Any], options: CallOptions) -> Outputs:
         """Compute everything but a usual frame: other shapes, an app's frame, arguments elsewhere, a new driver."""
         connection = self._connection
-        if self._recurrent is not None and type(inputs) is dict:
-            link = connection.plain_link()
-            step = None if link is None else self._recurrent.begin(link, inputs, outputs)
-            if step is not None and (stepped := await self._step(step, inputs, options)) is not None:
-                return stepped
-        if isinstance(inputs, Frame):
+        if type(inputs) is not dict and isinstance(inputs, Frame):
             own, placed = lease_of(inputs, connection)
             if own[1].pins > 1:
                 raise CallerError("this frame is in flight: wait for its outputs, or get another one with burst.frame()")
             call = Call(inputs, outputs, options, placed, own)
             with trace.captured_at(inputs.captured_ns):
                 return await Execution(self._executor, connection.route, call).run()
-        connection.check_open()
+        if connection.closed:
+            connection.check_open()
         if type(inputs) is not dict:
             check_mapping(inputs)
         execution = Execution(self._executor, connection.route, Call(inputs, outputs, options, inputs))
         found = await execution.run()
-        layout = execution.layout
-        if execution.placing:
-            self._recurrent = RecurrentSteps.of(layout, self._executor.frames.pool(layout), inputs, outputs)
-        else:
-            connection.expect(layout, execution.channel)
+        if not execution.placing:
+            connection.expect(execution.layout, execution.channel)
         return found
-
-    async def _step(self, step: Step, inputs: dict[str, Any], options: CallOptions) -> Outputs | None:
-        """Return the outputs of a step. Returns None if an output was larger than declared: nothing was computed, and an `Execution` has
-        room for it."""
-        try:
-            body = step.body(inputs, options.measure_timing)
-            result, _ = await step.link.controller.execute(body, step, options.deadline_ns)
-            counts = self._counts
-            counts.add(COPIED_BYTES, step.steps.copied_bytes)
-            if result.status is not _NONE:
-                if step.steps.widened(self._executor.arguments, result):
-                    self._recurrent = None
-                    return None
-                raise await self._executor.placed_failure(step.link.serving, result, Call(inputs, {}, options, inputs))
-            counts.add(COMPUTED, 1)
-            return Outputs(step.steps.outputs_in(step.frame, result), step.link.device, result.timing if options.measure_timing else None)
-        except BaseException as error:
-            step.leave(error)
-            raise
-        finally:
-            step.frame.settled(None)
 
     def map(
         self, frames: stream.Frames, *, policy: stream.Policy = "block", depth: int = 2, deadline_s: float | None = None

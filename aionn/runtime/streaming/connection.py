@@ -170,13 +170,6 @@ class BurstConnection:
             if not gate.closed:
                 return link
 
-    def plain_link(self) -> Link | None:
-        """Return the link if a request may be sent now without being counted, sampled or held back. Plans have no short way."""
-        link, compiled = self.link, self._compiled
-        if link is None or not link.plain or not link.alive or compiled.watched or compiled.sampling is not None or compiled.gate.shut:
-            return None
-        return link
-
     def expect(self, layout: FrameLayout, channel: Channel | None) -> None:
         """Let the next request of the same shapes take the short way, if the last one went over this link.
 
