@@ -34,6 +34,7 @@ SANS_IO = (
     "pages/app_layout.py",
     "hal",
     "burst/packets.py",
+    "remote/calls.py",
     "remote/control.py",
     "remote/failures.py",
     "caching/manifest.py",

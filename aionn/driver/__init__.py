@@ -3,6 +3,8 @@
     registry   finds engines by name
     by_hand    devices that an author has written without an engine
     device     makes an `IDevice` of any engine
+    service    serves the device to the app over the control socket; everything that its client made is freed with the client
+    received   the memories and files that came with a call
     prepared_model  a model on an engine: its lanes, executions and bursts
     memories   the memories of a request as the device sees them; `burst_memories` keeps those of a burst mapped
     execution  requests, bound to their bytes, as a lane runs them

@@ -25,6 +25,7 @@ from aionn.driver.by_hand import entered, is_device
 from aionn.driver.device import EngineDevice
 from aionn.driver.log_lines import LogLines
 from aionn.driver.registry import find
+from aionn.driver.service import DeviceService
 from aionn.errors import AionnError, DeviceUnavailableError
 from aionn.hal.interfaces import IDevice
 from aionn.memory.limits import NO_DESCRIPTOR_LEFT, allocation_error
@@ -32,7 +33,6 @@ from aionn.pages.layout import PAGE_BYTES
 from aionn.pages.page import BEAT_S, DriverPage
 from aionn.remote.control import STACKS_SIGNAL, Refused, encode
 from aionn.remote.failures import failure_of
-from aionn.remote.service import DeviceService
 
 CLEAN_UP_S = 2.0
 """How long a driver may take to free what its client left. Then it ends anyway."""
@@ -74,7 +74,7 @@ async def serve(begun: Begun) -> None:
         refusal = error if isinstance(error, AionnError) else DeviceUnavailableError(name, f"device {name!r} cannot start: {_why(error)}")
         sock.setblocking(True)
         try:
-            sock.sendall(encode(Refused(failure_of(refusal)), 0))
+            sock.sendall(encode(Refused(failure_of(refusal)))[0])
         except ConnectionError:
             return  # the app has gone meanwhile
         return

@@ -26,9 +26,12 @@ import socket
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from aionn.errors import ExecutionError
+from aionn.errors import CallerError, ExecutionError
 from aionn.hal.types import ErrorStatus
-from aionn.remote.control import HEADER, MAX_DESCRIPTORS, ControlError, Message, decode, decode_header, encode
+from aionn.memory.descriptors import check_description, check_reserved
+from aionn.memory.region import Access, MappingError, Region
+from aionn.remote.calls import Fd, LentMemory
+from aionn.remote.control import HEADER, MAX_DESCRIPTORS, ControlError, Message, decode, decode_header, encode, no_fd
 from aionn.tasks import leave_in_child
 
 _CHUNK_BYTES = 256 * 1024
@@ -43,44 +46,71 @@ _ENDED = {errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN, errno.ESHUTDOWN}
 
 
 class Descriptors:
-    """Descriptors that came with one message, in order. Those that are not taken are closed.
+    """Descriptors that came with one message, which names them in order. Those that are not taken are closed.
 
     Attributes:
         lost: the kernel has dropped the descriptors, because this process has too many open files.
     """
 
     def __init__(self, fds: Sequence[int] = (), *, lost: bool = False) -> None:
-        self._fds = deque(fds)
+        self._open = set(fds)
+        self._unnamed = iter(fds)
         self.lost = lost
 
     def __len__(self) -> int:
-        return len(self._fds)
+        return len(self._open)
 
-    def take(self) -> int:
-        """Return the next descriptor, which the caller owns from now on.
+    def next_fd(self) -> Fd:
+        """Return the descriptor for the next field of the message; see `control.decode`."""
+        for fd in self._unnamed:
+            return Fd(fd)
+        return Fd(-1) if self.lost else no_fd()
+
+    def take(self, fd: Fd) -> int:
+        """Return a descriptor of the message, which the caller owns from now on. The errors are those of `check_arrived`."""
+        self.check_arrived()
+        self._open.remove(fd)
+        return int(fd)
+
+    def check_arrived(self) -> None:
+        """Return if the kernel has delivered the descriptors.
 
         Raises:
-            ControlError: the message names more descriptors than came with it.
-            ExecutionError: the kernel has dropped the descriptors (RESOURCE_EXHAUSTED_TRANSIENT).
+            ExecutionError: the kernel has dropped them (RESOURCE_EXHAUSTED_TRANSIENT).
         """
-        return self.take_many(1)[0]
-
-    def take_many(self, count: int) -> tuple[int, ...]:
-        """Return the next `count` descriptors. Takes all of them, or raises and takes none."""
-        if self.lost and count > 0:
+        if self.lost:
             files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
             raise ExecutionError(
                 f"a message lost its descriptors, because process {os.getpid()} has too many open files (RLIMIT_NOFILE is {files}); "
                 "raise the limit (ulimit -n), or have fewer calls in flight",
                 status=ErrorStatus.RESOURCE_EXHAUSTED_TRANSIENT,
             )
-        if count < 0 or count > len(self._fds):
-            raise ControlError(f"the peer's message names {count} descriptors, but {len(self._fds)} came with it")
-        return tuple(self._fds.popleft() for _ in range(count))
+
+    def attach(self, lent: LentMemory, access: Access | None = None, *, reserved: bool = False) -> Region:
+        """Map a memory of the message, read-only where its description says so.
+
+        Args:
+            reserved: refuse memory that its sender has not reserved. So a driver cannot make its app pay for memory.
+
+        Raises:
+            CallerError: the description can never be right (INVALID_ARGUMENT), or the memory is not reserved.
+            MappingError: the descriptor does not fit the description, or cannot be mapped (GENERAL_FAILURE).
+            MemoryAllocationError: as `Region.attach`.
+        """
+        description = lent.description
+        if access is None:
+            access = Access.WRITE if description.writable else Access.READ
+        check_description(description)
+        if reserved:
+            check_reserved(lent.fd, description)
+        try:
+            return Region.attach(self.take(lent.fd), description, access)
+        except CallerError as error:
+            raise MappingError(str(error)) from error
 
     def close(self) -> None:
-        while self._fds:
-            os.close(self._fds.popleft())
+        while self._open:
+            os.close(self._open.pop())
 
     def __del__(self) -> None:
         self.close()
@@ -90,7 +120,7 @@ NO_DESCRIPTORS = Descriptors()
 """Of all messages that come without any."""
 
 
-class Channel:
+class ControlChannel:
     """One end of the control socket. Takes over `sock`."""
 
     def __init__(
@@ -116,16 +146,17 @@ class Channel:
     def closed(self) -> bool:
         return self._closed
 
-    def post(self, message: Message, fds: Sequence[int] = ()) -> None:
-        """Send one message. The caller keeps owning the descriptors, and may close them when this returns.
+    def post(self, message: Message) -> None:
+        """Send one message. The caller keeps owning its descriptors, and may close them when this returns.
 
         Raises:
             CallerError: the message is larger than a frame may be.
             OSError: the descriptors cannot be sent (too many open files, here or on their way). Nothing was sent.
         """
-        frame = memoryview(encode(message, len(fds)))
+        body, fds = encode(message)
         if self._closed:
             return
+        frame = memoryview(body)
         if self._outgoing:
             self._outgoing.append((frame, duplicates(fds)))
             return
@@ -219,7 +250,7 @@ class Channel:
             end = HEADER.size + length
             if len(self._incoming) < end:
                 return
-            message = decode(memoryview(self._incoming)[HEADER.size : end].tobytes())
+            body = memoryview(self._incoming)[HEADER.size : end].tobytes()
             del self._incoming[:end]
             fds = self._received.popleft() if descriptors and self._received else NO_DESCRIPTORS
             try:
@@ -227,7 +258,7 @@ class Channel:
                     raise ControlError(f"the peer's frame announces {descriptors} descriptors, but {len(fds)} came")
                 if not self._incoming and self._received:
                     raise ControlError("the peer sent descriptors that its frames do not announce")
-                self._on_message(message, fds)
+                self._on_message(decode(body, fds.next_fd), fds)
             except BaseException:
                 fds.close()  # the error's traceback would keep them open as long as the error lives
                 raise

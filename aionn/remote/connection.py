@@ -12,36 +12,34 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
-from typing import TypeVar, cast
+from typing import Any, Generic, TypeVar
+
+import msgspec
 
 from aionn import trace
 from aionn.errors import AionnError, CallerError, DeadlineError, ExecutionError, again
 from aionn.hal.types import ErrorStatus
-from aionn.remote.channel import Channel, Descriptors
-from aionn.remote.control import Call, CallBody, Cancel, ControlError, Failure, Message, Ready, Refused, Reply, ReplyBody
+from aionn.remote.calls import HalCall
+from aionn.remote.channel import ControlChannel, Descriptors
+from aionn.remote.control import CallMessage, Cancel, ControlError, Failed, Message, Ready, Refused, Reply, decode
 from aionn.remote.failures import error_of, failure_of
 from aionn.tasks import Answer, leave_in_child
 
-R = TypeVar("R", bound=ReplyBody)
-CallHandler = Callable[[int, CallBody, Descriptors], None]
+A = TypeVar("A")
+CallHandler = Callable[[int, HalCall[Any], Descriptors], None]
+Settled = Callable[[A | BaseException], None]
+"""Called once with the answer to a call, or with the error that came in its place."""
 
 
-class _Calling:
-    __slots__ = ("answer", "answer_type", "settled", "unwanted")
+class _Calling(msgspec.Struct, Generic[A]):
+    """A call that the peer has not answered yet. The fields are as for `Connection.call`."""
 
-    def __init__(
-        self,
-        answer: Answer[tuple[ReplyBody, Descriptors]],
-        answer_type: type[ReplyBody] | None,
-        settled: Callable[[ReplyBody | None], None] | None,
-        unwanted: Callable[[ReplyBody], None] | None,
-    ) -> None:
-        self.answer = answer
-        self.answer_type = answer_type
-        self.settled = settled
-        self.unwanted = unwanted
+    kind: type[HalCall[A]]
+    answer: Answer[tuple[A, Descriptors]]
+    settled: Settled[A] | None = None
+    unwanted: Callable[[A], None] | None = None
 
 
 class Connection:
@@ -63,14 +61,14 @@ class Connection:
         on_cancel: Callable[[int], None] | None = None,
     ) -> None:
         self._loop = asyncio.get_running_loop()
-        self._calls: dict[int, _Calling] = {}
+        self._calls: dict[int, _Calling[Any]] = {}
         self._last_id = 0
         self._ended_by: BaseException | None = None
         self._when_ended: dict[object, Callable[[BaseException], None]] = {}
         self._on_call = on_call
         self._on_greeting = on_greeting
         self._on_cancel = on_cancel
-        self._channel = Channel(sock, self._message, on_end)
+        self._channel = ControlChannel(sock, self._message, on_end)
         leave_in_child(self)
 
     @property
@@ -85,18 +83,16 @@ class Connection:
 
     async def call(
         self,
-        body: CallBody,
-        answer_type: type[R],
-        fds: Sequence[int] = (),
-        settled: Callable[[ReplyBody | None], None] | None = None,
-        unwanted: Callable[[ReplyBody], None] | None = None,
+        body: HalCall[A],
+        settled: Settled[A] | None = None,
+        unwanted: Callable[[A], None] | None = None,
         deadline_ns: int | None = None,
-    ) -> tuple[R, Descriptors]:
-        """Ask the peer and wait for its answer.
+    ) -> tuple[A, Descriptors]:
+        """Ask the peer and wait for its answer. Returns the answer and its descriptors.
 
         Args:
-            settled: called once, when the peer can no longer touch the memory that the call lent it. It gets the answer, or None if
-                the connection ended or nothing could be sent. A caller that leaves earlier changes nothing in that.
+            settled: called once, when the peer can no longer touch the memory that the call lent it. It gets the answer, or the error
+                that the peer answered with, or the reason why none comes. A caller that leaves earlier changes nothing in that.
             unwanted: called with an answer that comes after its caller has left, to give back what the answer brings.
             deadline_ns: when this wait ends, in CLOCK_MONOTONIC. The peer is asked to stop then, and lent memory stays lent.
 
@@ -104,17 +100,13 @@ class Connection:
             DeadlineError: the answer did not come by the deadline.
             AionnError: the error that the peer answered with, or the reason why the connection ended.
         """
-        if self._ended_by is not None:
-            if settled:
-                settled(None)
-            raise again(self._ended_by)
-        calling = _Calling(Answer(self._loop), cast("type[ReplyBody]", answer_type), settled, unwanted)
-        call_id = self._begin(calling, body, fds)
+        calling = _Calling(type(body), Answer(self._loop), settled, unwanted)
+        call_id = self._begin(calling, body)
         late = None
         if deadline_ns is not None:
             late = self._loop.call_later(max(0.0, (deadline_ns - time.monotonic_ns()) / 1e9), self._late, call_id)
         try:
-            reply, descriptors = await calling.answer.wait()
+            return await calling.answer.wait()
         except asyncio.CancelledError:
             if call_id in self._calls:
                 calling.answer.abandon()
@@ -125,28 +117,16 @@ class Connection:
         finally:
             if late is not None:
                 late.cancel()
-        if isinstance(reply, Failure):
-            descriptors.close()
-            raise error_of(reply)
-        assert isinstance(reply, answer_type)  # `_message` has checked it
-        return reply, descriptors
 
-    def begin(
-        self, body: CallBody, answer_type: type[ReplyBody], fds: Sequence[int], settled: Callable[[ReplyBody | None], None]
-    ) -> Callable[[], None]:
-        """Ask the peer without waiting. Returns what asks the peer to stop.
-
-        `settled` gets the answer, or None if the connection ended. It must not raise.
+    def begin(self, body: HalCall[A], settled: Settled[A]) -> Callable[[], None]:
+        """Ask the peer without waiting. Returns what asks the peer to stop. `settled` is as for `call`, and must not raise.
 
         Raises:
-            AionnError: nothing was sent, and `settled` has been called.
+            AionnError: nothing was sent, and `settled` has been called with the error.
         """
-        if self._ended_by is not None:
-            settled(None)
-            raise again(self._ended_by)
-        calling = _Calling(Answer(self._loop), answer_type, settled, None)
+        calling = _Calling(type(body), Answer(self._loop), settled)
         calling.answer.abandon()
-        call_id = self._begin(calling, body, fds)
+        call_id = self._begin(calling, body)
 
         def stop() -> None:
             if call_id in self._calls:
@@ -154,23 +134,29 @@ class Connection:
 
         return stop
 
-    def _begin(self, calling: _Calling, body: CallBody, fds: Sequence[int]) -> int:
+    def _begin(self, calling: _Calling[A], body: HalCall[A]) -> int:
         """Send a call. Returns its number."""
+        if self._ended_by is not None:
+            error = again(self._ended_by)
+            if calling.settled is not None:
+                calling.settled(error)
+            raise error
         if trace.active:
             trace.count("control.call", call=type(body).__name__)
         self._last_id += 1
         call_id = self._last_id
         self._calls[call_id] = calling
         try:
-            self._channel.post(Call(call_id, body), fds)
+            self._channel.post(CallMessage(call_id, body))
         except OSError as error:
-            self._settle(call_id)
-            raise ExecutionError(
-                f"the {len(fds)} descriptors of a call cannot be sent ({error.strerror}); raise the limit of open files (ulimit -n)",
+            failure = ExecutionError(
+                f"the descriptors of a call cannot be sent ({error.strerror}); raise the limit of open files (ulimit -n)",
                 status=ErrorStatus.RESOURCE_EXHAUSTED_TRANSIENT,
-            ) from error
-        except BaseException:
-            self._settle(call_id)
+            )
+            self._settle(call_id, failure)
+            raise failure from error
+        except BaseException as error:
+            self._settle(call_id, error)
             raise
         return call_id
 
@@ -181,30 +167,29 @@ class Connection:
             calling.answer.fail(DeadlineError("the driver's answer did not come by the deadline; the driver may still be busy with it"))
             self._channel.post(Cancel(call_id))
 
-    def post(self, body: CallBody, fds: Sequence[int] = ()) -> None:
+    def post(self, body: HalCall[Any]) -> None:
         """Ask the peer without waiting, to give something back. The answer is dropped when it comes."""
         if self._ended_by is None:
             self._last_id += 1
-            calling = _Calling(Answer(self._loop), None, None, None)
+            self._calls[self._last_id] = calling = _Calling(type(body), Answer(self._loop))
             calling.answer.abandon()
-            self._calls[self._last_id] = calling
-            self._channel.post(Call(self._last_id, body), fds)
+            self._channel.post(CallMessage(self._last_id, body))
 
-    def reply(self, call_id: int, body: ReplyBody, fds: Sequence[int] = ()) -> None:
-        """Answer a call of the peer. The caller keeps owning the descriptors.
+    def reply(self, call_id: int, answer: object) -> None:
+        """Answer a call of the peer, with what the table says. The caller keeps owning the descriptors.
 
         Raises:
             CallerError, OSError: the answer cannot be sent, and nothing was sent. `reply_failure` can always be sent.
         """
-        self._channel.post(Reply(call_id, body), fds)
+        self._channel.post(Reply(call_id, answer))
 
     def reply_failure(self, call_id: int, error: BaseException) -> None:
         """Answer a call of the peer with an error."""
-        self._channel.post(Reply(call_id, failure_of(error)))
+        self._channel.post(Failed(call_id, failure_of(error)))
 
-    def greet(self, greeting: Ready | Refused, fds: Sequence[int] = ()) -> None:
+    def greet(self, greeting: Ready | Refused) -> None:
         """Send the first frame of a driver. The caller keeps owning the descriptors."""
-        self._channel.post(greeting, fds)
+        self._channel.post(greeting)
 
     def when_ended(self, key: object, callback: Callable[[BaseException], None]) -> None:
         """Call `callback` at `end`, or now if the connection has ended. `forget(key)` cancels that."""
@@ -232,39 +217,41 @@ class Connection:
             stack.callback(self._channel.close)
             for callback in callbacks.values():
                 stack.callback(callback, error)
-            for call_id in list(self._calls):
-                self._calls[call_id].answer.fail(again(error))
-                stack.callback(self._settle, call_id)
+            for call_id, calling in list(self._calls.items()):
+                calling.answer.fail(own := again(error))
+                stack.callback(self._settle, call_id, own)
 
     def leave(self) -> None:
         """Make every later call fail, in a child of fork. The calls in flight are the parent's, and the child settles none of them."""
         self._ended_by = self._ended_by or CallerError("this connection belongs to the parent process; open a runtime in this process")
 
-    def _settle(self, call_id: int, answer: ReplyBody | None = None) -> _Calling | None:
+    def _settle(self, call_id: int, answer: object) -> None:
         calling = self._calls.pop(call_id, None)
-        if calling is None:
-            return None
-        if calling.settled is not None:
+        if calling is not None and calling.settled is not None:
             calling.settled(answer)
-        return calling
 
     def _message(self, message: Message, descriptors: Descriptors) -> None:
         match message:
-            case Reply(id=call_id, body=body):
+            case Reply(id=call_id) | Failed(id=call_id):
                 asked = self._calls.get(call_id)
                 if asked is None:
                     raise ControlError(f"the peer answered call {call_id}, which does not exist or has been answered")
-                if asked.answer_type is not None and not isinstance(body, Failure | asked.answer_type):
-                    wanted, got = asked.answer_type.__name__, type(body).__name__
-                    raise ControlError(f"the peer answered call {call_id} with {got}, but {wanted} was expected")
+                answer: Any
+                if isinstance(message, Failed):
+                    answer = error_of(message.failure)
+                else:
+                    answer = decode(message.answer, descriptors.next_fd, asked.kind)
                 try:
-                    self._settle(call_id, body)
+                    self._settle(call_id, answer)
                 finally:  # also where `settled` raises: a caller must not wait for an answer that has come
-                    if asked.answer.settled:
-                        _discard(asked, body, descriptors)
+                    if isinstance(message, Failed):
+                        descriptors.close()
+                        asked.answer.fail(answer)
+                    elif asked.answer.settled:
+                        _discard(asked, answer, descriptors)
                     else:
-                        asked.answer.set((body, descriptors))
-            case Call(id=call_id, body=body):
+                        asked.answer.set((answer, descriptors))
+            case CallMessage(id=call_id, body=body):
                 try:
                     self._on_call(call_id, body, descriptors)
                 except AionnError as error:
@@ -279,7 +266,7 @@ class Connection:
                 self._on_greeting(message, descriptors)
 
 
-def _discard(calling: _Calling, body: ReplyBody, descriptors: Descriptors) -> None:
+def _discard(calling: _Calling[A], answer: A, descriptors: Descriptors) -> None:
     descriptors.close()
-    if calling.unwanted is not None and not isinstance(body, Failure):
-        calling.unwanted(body)
+    if calling.unwanted is not None:
+        calling.unwanted(answer)

@@ -1,9 +1,9 @@
-"""HAL calls as bytes, and back (msgpack through msgspec). No I/O: the same code runs in both processes.
+"""Control frames as bytes, and back (msgpack through msgspec). No I/O: the same code runs in both processes.
 
     frame: length u32 | descriptors u16 | zero u16 | body          little-endian; length counts the body alone
 
-Both ends call and answer. A `Call` carries one of the messages below, a `Reply` its value or a `Failure`; ids match them.
-Descriptors travel beside the frame (SCM_RIGHTS), in the order in which the message names them. The peer is not trusted to be
+Both ends call and answer. A `CallMessage` carries one of the calls of `calls`, and a `Reply` or a `Failed` with its id answers it.
+Descriptors travel beside the frame (SCM_RIGHTS), in the order of the message's fields of type `Fd`. The peer is not trusted to be
 correct. Lengths are bounded before a buffer grows, every field is decoded against its declared type, and the checks of the
 values themselves (`hal`) run on what comes in.
 """
@@ -11,29 +11,22 @@ values themselves (`hal`) run on what comes in.
 from __future__ import annotations
 
 import signal
+import threading
+from collections.abc import Callable
 from struct import Struct
+from typing import Any, Generic, TypeVar, Union, cast, get_args
 
 import msgspec
 
 from aionn.errors import AionnError, CallerError
 from aionn.hal.performance import Performance
-from aionn.hal.types import (
-    NO_TIMING,
-    BufferDesc,
-    BufferRole,
-    CacheFiles,
-    DeviceType,
-    ErrorStatus,
-    MemoryDescription,
-    Request,
-    Result,
-    Timing,
-)
-from aionn.hal.values import Border
-from aionn.remote.parts import CacheMessage, ControlMessage, ModelMessage, MQMessage, OptionsMessage, PoolMessage
+from aionn.hal.types import CacheFiles, DeviceType, ErrorStatus
+from aionn.remote.calls import ControlMessage, Fd, HalCall
 from aionn.sandbox.report import Confinement
 
-PROTOCOL = 9
+A = TypeVar("A")
+
+PROTOCOL = 10
 """Grows with every change of a message. Two ends with different numbers refuse each other at once."""
 
 STACKS_SIGNAL = int(signal.SIGRTMIN) + 7
@@ -47,224 +40,6 @@ MAX_DESCRIPTORS = 253
 
 class ControlError(AionnError):
     """The peer has sent a frame or a message that the protocol does not allow."""
-
-
-# --- calls: the app asks the driver ------------------------------------------------------------------------------------
-
-
-class GetSupportedOperations(ControlMessage, frozen=True):
-    """Attributes: `options` and `files` are as in `OptionsMessage`, whose descriptors follow those of the model."""
-
-    model: ModelMessage
-    options: dict[str, str | int | float | bool] = msgspec.field(default_factory=dict)
-    files: dict[str, bytes] = msgspec.field(default_factory=dict)
-
-
-class PrepareModel(ControlMessage, frozen=True):
-    model: ModelMessage
-    options: OptionsMessage
-    cache: CacheMessage | None
-
-
-class PrepareModelFromCache(ControlMessage, frozen=True):
-    options: OptionsMessage
-    cache: CacheMessage
-
-
-class Adopt(ControlMessage, frozen=True):
-    """Prepare from an artifact that another machine has compiled; see `IDevice.adopt`. The token in `cache` is the entry's key."""
-
-    options: OptionsMessage
-    cache: CacheMessage
-    model_digest: bytes
-    signed: bytes
-
-
-class Execute(ControlMessage, frozen=True):
-    """An execution. The descriptors of its memories travel beside the message.
-
-    Attributes:
-        fenced: whether a fence to be signalled is the first descriptor.
-        after: per dependency whether it is a fence of aionn. Their descriptors follow that of the fence.
-    """
-
-    prepared: int
-    request: Request
-    pools: tuple[PoolMessage, ...]
-    measure_timing: bool
-    deadline_ns: int | None
-    fenced: bool = False
-    after: tuple[bool, ...] = ()
-
-
-class ExecuteValues(ControlMessage, frozen=True):
-    """Execute with strings, sequences, maps or optionals; see `remote.values`.
-
-    Attributes:
-        tree: the inputs. data: what their tensors hold, if it is small.
-        memory: else the memory that holds it, whose descriptor travels beside the message.
-    """
-
-    prepared: int
-    tree: bytes
-    data: bytes
-    memory: MemoryDescription | None
-    measure_timing: bool
-    deadline_ns: int | None
-
-
-class ConfigureExecutionBurst(ControlMessage, frozen=True):
-    prepared: int
-    request_channel: MQMessage
-    result_channel: MQMessage
-    anticipate: bool = False
-
-
-class ExportAgain(ControlMessage, frozen=True):
-    """Ask for a better artifact of a prepared model, or store it in the cache files that come with the call."""
-
-    prepared: int
-    cache: CacheMessage | None
-
-
-class FreeMemory(ControlMessage, frozen=True):
-    burst: int
-    slot: int
-
-
-class CloseBurst(ControlMessage, frozen=True):
-    burst: int
-
-
-class HasRequest(ControlMessage, frozen=True):
-    """Ask whether a burst's listener still has a request to answer. `identity` is that of the request's packet."""
-
-    burst: int
-    identity: int
-
-
-class ReleasePreparedModel(ControlMessage, frozen=True):
-    prepared: int
-
-
-class Allocate(ControlMessage, frozen=True):
-    desc: BufferDesc
-    prepared_models: tuple[int, ...]
-    input_roles: tuple[BufferRole, ...]
-    output_roles: tuple[BufferRole, ...]
-
-
-class CopyFrom(ControlMessage, frozen=True):
-    """Copy a part of a memory into a buffer.
-
-    Attributes:
-        offset: where the part begins in the memory.
-        length: how long the part is. With None it reaches to the memory's end.
-    """
-
-    token: int
-    source: MemoryDescription
-    dimensions: tuple[int, ...]
-    offset: int = 0
-    length: int | None = None
-
-
-class CopyTo(ControlMessage, frozen=True):
-    """Copy a buffer into a part of a memory. `offset` and `length` are as in `CopyFrom`."""
-
-    token: int
-    target: MemoryDescription
-    offset: int = 0
-    length: int | None = None
-
-
-class FreeBuffer(ControlMessage, frozen=True):
-    token: int
-
-
-# --- calls: the driver asks the app ------------------------------------------------------------------------------------
-
-
-class GetMemories(ControlMessage, frozen=True):
-    burst: int
-    slots: tuple[int, ...]
-
-
-class LogLine(ControlMessage, frozen=True):
-    """A line of the driver's log. Level and logger are as in `logging`."""
-
-    level: int
-    logger: str
-    text: str
-
-
-# --- answers and events --------------------------------------------------------------------------------------------------
-
-
-class Flags(ControlMessage, frozen=True):
-    supported: tuple[bool, ...]
-
-
-class Prepared(ControlMessage, frozen=True):
-    """A prepared model, with its operands for an app that has loaded the model from a cache.
-
-    Attributes:
-        outcome: what the device did with the cache files of the call; see `IPreparedModel.save_outcome`.
-        contents: what `known_contents` is for the constants that were compiled, if the device copied them.
-        runs_on: what computes the model, if the engine says so.
-        tunes: whether the model may offer a better artifact while it runs.
-    """
-
-    prepared: int
-    inputs: tuple[tuple[str, Border], ...]
-    outputs: tuple[tuple[str, Border], ...]
-    outcome: str = ""
-    contents: bytes = b""
-    runs_on: str = ""
-    tunes: bool = False
-
-
-class Executed(ControlMessage, frozen=True):
-    """The answer to an execution. `failed` and `since_launch` are those of `hal.FencedResult`."""
-
-    result: Result
-    failed: int | None = None
-    since_launch: Timing = NO_TIMING
-
-
-class ExecutedValues(ControlMessage, frozen=True):
-    """The result, and if it is a success the outputs, as the inputs in `ExecuteValues`."""
-
-    result: Result
-    tree: bytes = b""
-    data: bytes = b""
-    memory: MemoryDescription | None = None
-
-
-class ExportedAgain(ControlMessage, frozen=True):
-    outcome: str
-
-
-class Configured(ControlMessage, frozen=True):
-    burst: int
-
-
-class RequestFound(ControlMessage, frozen=True):
-    known: bool
-
-
-class Allocated(ControlMessage, frozen=True):
-    token: int
-
-
-class Memories(ControlMessage, frozen=True):
-    """Memories of a burst. One descriptor per memory travels beside the message."""
-
-    memories: tuple[MemoryDescription, ...]
-
-
-class Done(ControlMessage, frozen=True):
-    pass
 
 
 class Failure(ControlMessage, frozen=True):
@@ -284,7 +59,7 @@ class Failure(ControlMessage, frozen=True):
 
 
 class Ready(ControlMessage, frozen=True):
-    """The first frame of a driver, with the facts of its device. The descriptor of its statistics page travels beside it."""
+    """The first frame of a driver, with the facts of its device. `page` has the descriptor of its statistics page."""
 
     protocol: int
     name: str
@@ -296,6 +71,7 @@ class Ready(ControlMessage, frozen=True):
     providers: tuple[str, ...] = ()
     runs_on: str = ""
     sandbox: Confinement = Confinement()
+    page: tuple[Fd, ...] = ()
 
 
 class Refused(ControlMessage, frozen=True):
@@ -304,37 +80,23 @@ class Refused(ControlMessage, frozen=True):
     failure: Failure
 
 
-CallBody = (
-    GetSupportedOperations
-    | PrepareModel
-    | PrepareModelFromCache
-    | Adopt
-    | Execute
-    | ExecuteValues
-    | ConfigureExecutionBurst
-    | FreeMemory
-    | CloseBurst
-    | HasRequest
-    | ReleasePreparedModel
-    | Allocate
-    | CopyFrom
-    | CopyTo
-    | FreeBuffer
-    | ExportAgain
-    | GetMemories
-    | LogLine
-)
-ReplyBody = Flags | Prepared | Executed | ExecutedValues | ExportedAgain | Configured | RequestFound | Allocated | Memories | Done | Failure
-
-
-class Call(ControlMessage, frozen=True):
+class CallMessage(ControlMessage, Generic[A], frozen=True):
     id: int
-    body: CallBody
+    body: A
 
 
-class Reply(ControlMessage, frozen=True):
+class Reply(ControlMessage, Generic[A], frozen=True):
+    """The answer to a call. It arrives as bytes, because only the caller knows its type (`decode`)."""
+
     id: int
-    body: ReplyBody
+    answer: A
+
+
+class Failed(ControlMessage, frozen=True):
+    """The error that a call is answered with."""
+
+    id: int
+    failure: Failure
 
 
 class Cancel(ControlMessage, frozen=True):
@@ -343,20 +105,42 @@ class Cancel(ControlMessage, frozen=True):
     id: int
 
 
-Message = Call | Reply | Cancel | Ready | Refused
-
-_ENCODER = msgspec.msgpack.Encoder()
-_DECODER: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+Message = CallMessage[Any] | Reply[Any] | Failed | Cancel | Ready | Refused
 
 
-def encode(message: Message, descriptors: int) -> bytes:
-    """Return one whole frame.
+def no_fd() -> Fd:
+    """Stand for the descriptors of a frame that came without any."""
+    raise ControlError("the peer's message names more descriptors than came with it")
+
+
+_decoding = threading.local()
+"""`next_fd` returns the next descriptor for the message that this thread decodes now. Decoding neither awaits nor nests."""
+
+
+def _named(kind: type, value: object) -> Fd:
+    return cast("Fd", _decoding.next_fd())
+
+
+_CALLS = tuple(HalCall.__subclasses__())
+_MESSAGES: Any = CallMessage[Union[_CALLS]] | Reply[msgspec.Raw] | Failed | Cancel | Ready | Refused  # type: ignore[valid-type]  # noqa: UP007
+_DECODER: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(_MESSAGES, dec_hook=_named)
+_ANSWER_DECODERS: dict[type[HalCall[Any]], msgspec.msgpack.Decoder[Any]] = {
+    call: msgspec.msgpack.Decoder(get_args(call.__orig_bases__[0])[0], dec_hook=_named)  # type: ignore[attr-defined]
+    for call in _CALLS
+}
+
+
+def encode(message: Message) -> tuple[bytes, list[int]]:
+    """Return one whole frame and the descriptors that travel beside it.
 
     Raises:
         CallerError: the message is too large, has too many descriptors, or holds a value that no message can carry.
     """
+    fds: list[int] = []
     try:
-        body = _ENCODER.encode(message)
+        body = msgspec.msgpack.Encoder(enc_hook=fds.append).encode(message)
+        if strange := {*map(type, fds)} - {Fd}:  # everything that msgspec cannot encode lands there
+            raise TypeError(f"it holds {strange}")
     except (TypeError, OverflowError, ValueError) as error:
         raise CallerError(f"the call cannot be sent, because a value in it does not fit a message: {error}") from error
     if len(body) > MAX_BODY_BYTES:
@@ -364,11 +148,11 @@ def encode(message: Message, descriptors: int) -> bytes:
             f"the call needs a message of {len(body)} bytes, but at most {MAX_BODY_BYTES} fit; "
             "make the graph smaller (its large constants do not count)"
         )
-    if descriptors > MAX_DESCRIPTORS:
+    if len(fds) > MAX_DESCRIPTORS:
         raise CallerError(
-            f"the call needs a message with {descriptors} descriptors, but the kernel passes at most {MAX_DESCRIPTORS}; use fewer memories"
+            f"the call needs a message with {len(fds)} descriptors, but the kernel passes at most {MAX_DESCRIPTORS}; use fewer memories"
         )
-    return HEADER.pack(len(body), descriptors, 0) + body
+    return HEADER.pack(len(body), len(fds), 0) + body, fds
 
 
 def decode_header(header: bytes) -> tuple[int, int]:
@@ -386,13 +170,20 @@ def decode_header(header: bytes) -> tuple[int, int]:
     return length, descriptors
 
 
-def decode(body: bytes | bytearray | memoryview) -> Message:
-    """Return the message in the body of a frame.
+def decode(body: bytes | msgspec.Raw, next_fd: Callable[[], Fd] = no_fd, answer_to: type[HalCall[Any]] | None = None) -> Any:
+    """Return the message in the body of a frame, or the answer in a `Reply`.
+
+    Args:
+        next_fd: returns the descriptors that came with the frame, one by one.
+        answer_to: the call whose answer is expected. The type of the answer is in the table.
 
     Raises:
-        ControlError: the protocol has no such message, or a field has the wrong type or value.
+        ControlError: the protocol has no such message, a field has the wrong type or value, or a descriptor is missing.
     """
+    _decoding.next_fd = next_fd
     try:
-        return _DECODER.decode(body)
-    except (msgspec.DecodeError, msgspec.ValidationError, ValueError, RecursionError, MemoryError) as error:
-        raise ControlError(f"the peer sent {len(body)} bytes that are not a control message: {error or type(error).__name__}") from error
+        return (_DECODER if answer_to is None else _ANSWER_DECODERS[answer_to]).decode(body)
+    except (ValueError, RecursionError, MemoryError) as error:  # those of msgspec are ValueErrors
+        what = "control message" if answer_to is None else f"answer to {answer_to.__name__}"
+        found = len(memoryview(body))
+        raise ControlError(f"the peer sent {found} bytes that are not a valid {what}: {error or type(error).__name__}") from error

@@ -6,59 +6,61 @@ caller gets that error.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from aionn.errors import CallerError, CompilationError
 from aionn.escapes import escaped
 from aionn.hal.interfaces import CacheHandles, IBuffer, IBurstCallback, IPreparedModel, PrepareOptions
-from aionn.hal.model import Model, label
+from aionn.hal.model import Model, known_contents, known_token, label
 from aionn.hal.options import NO_OPTIONS, CallOptions, EngineOptions
 from aionn.hal.queues import MQDescriptor
 from aionn.hal.types import KEYRING_NEEDED, BufferDesc, BufferRole, CacheFiles, Dependency, FencedResult, IMemory, Operand, Request, Result
-from aionn.hal.values import ValuesResult, from_messages
+from aionn.hal.values import ValuesResult, as_messages, from_messages
+from aionn.memory.memory import Memory
 from aionn.memory.region import Region
-from aionn.remote.channel import Descriptors
-from aionn.remote.connection import Connection
-from aionn.remote.control import (
+from aionn.remote.calls import (
     Adopt,
     Allocate,
-    Allocated,
-    CallBody,
+    CacheMessage,
     CloseBurst,
-    Configured,
     ConfigureExecutionBurst,
-    ControlError,
-    Done,
+    CopyFrom,
+    CopyTo,
+    DependencyMessage,
+    EngineOptionsMessage,
     Execute,
-    Executed,
+    ExecuteFenced,
     ExportAgain,
-    ExportedAgain,
-    Flags,
+    Fd,
     FreeBuffer,
+    FreeMemory,
     GetMemories,
     GetSupportedOperations,
+    HalCall,
+    HasRequest,
+    LentMemory,
     LogLine,
-    Memories,
+    ModelMessage,
+    MQMessage,
+    OptionsMessage,
     Prepared,
     PrepareModel,
     PrepareModelFromCache,
-    Ready,
     ReleasePreparedModel,
-    ReplyBody,
 )
-from aionn.remote.fenced import Fenced, fenced_answer, send_fenced
-from aionn.remote.handles import RemoteBuffer, RemoteBurstContext
-from aionn.remote.messages import cache_fds, cache_message, model_message, options_message, pool_fds, queue_message
-from aionn.remote.option_files import opened_files
-from aionn.remote.parts import PoolMessage
-from aionn.tasks import run_in_thread
+from aionn.remote.channel import Descriptors
+from aionn.remote.connection import Connection, Settled
+from aionn.remote.control import ControlError, Ready
+from aionn.remote.fences import check_fence, signal_fence
+from aionn.remote.option_files import close_files, open_files
+from aionn.tasks import Answer, run_in_thread
 
 MAX_LINE_CHARACTERS = 8192
 """A driver of this release cuts its lines to as many bytes."""
@@ -112,15 +114,18 @@ class RemoteDevice:
         self, model: Model, deadline_ns: int | None = None, *, options: EngineOptions = NO_OPTIONS
     ) -> Sequence[bool]:
         """Ask as the HAL says. At `deadline_ns` the caller stops waiting and gets `DeadlineError`."""
-        body = GetSupportedOperations(model_message(model), dict(options), dict(options.files))
-        async with opened_files(options) as files:
-            flags, _ = await self.connection.call(body, Flags, (*pool_fds(model), *files), deadline_ns=deadline_ns)
-        if len(flags.supported) != len(model.operations):
-            found, wanted = len(flags.supported), len(model.operations)
+        files = await open_files(options) if options.files else ()
+        try:
+            body = GetSupportedOperations(model_message(model), engine_options_message(options, files))
+            supported, _ = await self.connection.call(body, deadline_ns=deadline_ns)
+        finally:
+            close_files(files)
+        if len(supported) != len(model.operations):
+            found, wanted = len(supported), len(model.operations)
             raise CompilationError(
                 f"device {self.name!r} judged {found} operations, but the model has {wanted}; the fault lies in its engine"
             )
-        return flags.supported
+        return supported
 
     async def get_number_of_cache_files_needed(self) -> CacheFiles:
         return self.cache_files
@@ -141,15 +146,14 @@ class RemoteDevice:
         return prepared
 
     async def _compile(self, model: Model, options: PrepareOptions, cache: CacheHandles | None) -> RemotePreparedModel:
-        body = PrepareModel(model_message(model), options_message(options, self.name), None if cache is None else cache_message(cache))
-        prepared = await self._prepare(body, pool_fds(model), options, cache_fds(cache))
+        message, files = model_message(model), None if cache is None else cache_message(cache)
+        prepared = await self._prepare(options, lambda asked: PrepareModel(message, asked, files))
         self.remember(prepared.number, model)
         return prepared
 
     async def prepare_model_from_cache(self, options: PrepareOptions, cache: CacheHandles) -> RemotePreparedModel:
-        body = PrepareModelFromCache(options_message(options, self.name), cache_message(cache))
         try:
-            return await self._prepare(body, (), options, cache_fds(cache))
+            return await self._prepare(options, lambda asked: PrepareModelFromCache(asked, cache_message(cache)))
         except CompilationError as error:  # most contents were not adopted, and need no keyring
             if cache.keyring or not error.reason.endswith(KEYRING_NEEDED):
                 raise
@@ -158,21 +162,22 @@ class RemoteDevice:
         return await self.prepare_model_from_cache(options, replace(cache, keyring=await current_keyring()))
 
     async def adopt(self, options: PrepareOptions, cache: CacheHandles, model_digest: bytes, signed: bytes) -> RemotePreparedModel:
-        body = Adopt(options_message(options, self.name), cache_message(cache), model_digest, signed)
-        return await self._prepare(body, (), options, cache_fds(cache))
+        return await self._prepare(options, lambda asked: Adopt(asked, cache_message(cache), model_digest, signed))
 
-    async def _prepare(self, body: CallBody, pools: Sequence[int], options: PrepareOptions, cache: Sequence[int]) -> RemotePreparedModel:
-        """Send a preparation with its descriptors: pools of a model, files that options name, cache files."""
-        async with opened_files(options.of(self.name)) as files:
-            prepared, _ = await self.connection.call(
-                body, Prepared, (*pools, *files, *cache), unwanted=self._free, deadline_ns=options.deadline_ns
-            )
+    async def _prepare(self, options: PrepareOptions, call: Callable[[OptionsMessage], HalCall[Prepared]]) -> RemotePreparedModel:
+        """Make the call of a preparation, with the files that its options name."""
+        own = options.of(self.name)
+        files = await open_files(own) if own.files else ()
+        try:
+            body = call(options_message(options, engine_options_message(own, files) if own else EngineOptionsMessage()))
+            prepared, _ = await self.connection.call(body, unwanted=self._release, deadline_ns=options.deadline_ns)
+        finally:
+            close_files(files)
         self._models[prepared.prepared] = ""  # until its owner says which model it is
         return RemotePreparedModel(self, prepared)
 
-    def post(self, body: CallBody) -> None:
-        """Make a call without waiting for its answer."""
-        self.connection.post(body)
+    def _release(self, unwanted: Prepared) -> None:
+        self.connection.post(ReleasePreparedModel(unwanted.prepared))
 
     async def allocate(
         self,
@@ -190,16 +195,9 @@ class RemoteDevice:
                 )
             numbers.append(prepared.number)
         body = Allocate(desc, tuple(numbers), tuple(input_roles), tuple(output_roles))
-        allocated, _ = await self.connection.call(body, Allocated, unwanted=self._free)
-        self._buffers.add(allocated.token)
-        return RemoteBuffer(self, allocated.token)
-
-    def _free(self, unwanted: ReplyBody) -> None:
-        """Free what the driver has made for a caller that has gone."""
-        if isinstance(unwanted, Prepared):
-            self.post(ReleasePreparedModel(unwanted.prepared))
-        elif isinstance(unwanted, Allocated):
-            self.post(FreeBuffer(unwanted.token))
+        token, _ = await self.connection.call(body, unwanted=lambda token: self.connection.post(FreeBuffer(token)))
+        self._buffers.add(token)
+        return RemoteBuffer(self, token)
 
     def forget_buffer(self, token: int) -> None:
         """Forget a buffer that is freed."""
@@ -218,9 +216,9 @@ class RemoteDevice:
         extra = {"aionn_device": self.name, "aionn_logger": escaped(line.logger, MAX_NAME_CHARACTERS)}
         text = escaped(line.text, MAX_LINE_CHARACTERS)
         logging.getLogger(f"aionn.driver.{self.name}").log(line.level, "device %r: %s", self.name, text, extra=extra)
-        self.connection.reply(call_id, Done())
+        self.connection.reply(call_id, None)
 
-    async def answer(self, call_id: int, body: CallBody, descriptors: Descriptors) -> None:
+    async def answer(self, call_id: int, body: HalCall[Any], descriptors: Descriptors) -> None:
         """Answer a call of the driver. The owner of the connection runs this for each call."""
         descriptors.close()
         try:
@@ -230,11 +228,27 @@ class RemoteDevice:
             if callback is None:
                 raise CallerError(f"the driver asked for memories of burst {body.burst}, which is not open")
             memories = await callback.get_memories(body.slots)
-            self.connection.reply(
-                call_id, Memories(tuple(memory.description for memory in memories)), [memory.fileno() for memory in memories]
-            )
+            self.connection.reply(call_id, tuple(map(lent, memories)))
         except Exception as error:  # any error here is the answer to the driver, and must not end the app's task
             self.connection.reply_failure(call_id, error)
+
+
+Found = FencedResult | BaseException
+"""The driver's answer, or the error that came in its place."""
+
+
+class Fenced(NamedTuple):
+    """A fenced execution as it is sent; see `IPreparedModel.execute_fenced`."""
+
+    request: Request
+    pools: Sequence[IMemory | IBuffer]
+    after: Sequence[Dependency]
+    fence: int
+
+    @property
+    def fds(self) -> list[int]:
+        """The descriptors that the driver signals and waits for."""
+        return [self.fence, *(dependency.fd for dependency in self.after)]
 
 
 class StepRole(msgspec.Struct, frozen=True):
@@ -278,18 +292,17 @@ class RemotePreparedModel:
                 nothing was sent.
         """
 
-        def answered(reply: ReplyBody | None) -> None:
+        def answered(found: Result | BaseException) -> None:
             if settled is not None:
-                settled(reply.result if isinstance(reply, Executed) else None)
+                settled(None if isinstance(found, BaseException) else found)
 
         try:
-            messages, fds = self._pools(pools)
-            body = Execute(self.number, request, messages, bool(measure_timing), deadline_ns)
-        except BaseException:
-            answered(None)
+            body = Execute(self.number, request, self._pools(pools), bool(measure_timing), deadline_ns)
+        except BaseException as error:
+            answered(error)
             raise
-        executed, _ = await self.device.connection.call(body, Executed, fds, answered)
-        return executed.result
+        result, _ = await self.device.connection.call(body, answered)
+        return result
 
     async def execute_values(
         self,
@@ -311,43 +324,54 @@ class RemotePreparedModel:
     async def export_again(self, cache: CacheHandles | None) -> str:
         """Ask the engine for a better artifact ("offered" or ""), or store the one it has offered ("saved" or a reason)."""
         if cache is None:
-            answer, _ = await self.device.connection.call(ExportAgain(self.number, None), ExportedAgain)
-            return answer.outcome
+            outcome, _ = await self.device.connection.call(ExportAgain(self.number, None))
+            return outcome
         from aionn.caching.store.lending import close_handles, open_again
 
         opened = await run_in_thread(open_again, cache, undo=close_handles)
         try:
             if not isinstance(opened, CacheHandles):
                 return str(opened)
-            answer, _ = await self.device.connection.call(ExportAgain(self.number, cache_message(opened)), ExportedAgain, cache_fds(opened))
-            return answer.outcome
+            outcome, _ = await self.device.connection.call(ExportAgain(self.number, cache_message(opened)))
+            return outcome
         finally:
             close_handles(opened)
 
-    def _pools(self, pools: Sequence[IMemory | IBuffer]) -> tuple[tuple[PoolMessage, ...], list[int]]:
-        """Return the pools of a request as messages, and the descriptors that travel beside them."""
-        messages, fds = [], []
+    def _pools(self, pools: Sequence[IMemory | IBuffer]) -> tuple[LentMemory | int, ...]:
+        """Return the pools of a request as messages."""
+        messages: list[LentMemory | int] = []
         for pool in pools:
             if isinstance(pool, RemoteBuffer) and pool.device is self.device:
-                messages.append(PoolMessage(None, pool.token))
+                messages.append(pool.token)
             elif isinstance(pool, Region | IMemory):  # a check against the protocol alone takes long
-                messages.append(PoolMessage(pool.description))
-                fds.append(pool.fileno())
+                messages.append(LentMemory(pool.description, Fd(pool.fileno())))
             else:
                 raise CallerError(
                     f"a device memory belongs to another driver process than the present one of device {self.device.name!r}; "
                     "allocate it again"
                 )
-        return tuple(messages), fds
+        return tuple(messages)
 
-    def start_fenced(
-        self, fenced: Fenced, options: CallOptions, settled: Callable[[FencedResult | BaseException], None]
-    ) -> Callable[[], None]:
-        """Send a fenced execution without waiting; see `fenced.send_fenced`."""
-        messages, fds = self._pools(fenced.pools)
-        is_event = tuple(dependency.is_event for dependency in fenced.after)
-        body = Execute(self.number, fenced.request, messages, options.measure_timing, options.deadline_ns, True, is_event)
-        return send_fenced(self.device.connection, body, (*fenced.fds, *fds), settled)
+    def start_fenced(self, fenced: Fenced, options: CallOptions, settled: Settled[FencedResult]) -> Callable[[], None]:
+        """Send a fenced execution, and return without waiting. Returns what asks the driver to end its wait for dependencies.
+
+        `settled` is called once, in the loop. It must not raise.
+
+        Raises:
+            AionnError: nothing was sent, and `settled` is not called.
+        """
+        after = tuple(DependencyMessage(Fd(dependency.fd), dependency.is_event) for dependency in fenced.after)
+        pools, how = self._pools(fenced.pools), (options.measure_timing, options.deadline_ns)
+        body = ExecuteFenced(self.number, fenced.request, pools, *how, Fd(fenced.fence), after)
+        sent = False
+
+        def answered(found: FencedResult | BaseException) -> None:
+            if sent:
+                settled(found)
+
+        stop = self.device.connection.begin(body, answered)
+        sent = True
+        return stop
 
     async def execute_fenced(
         self,
@@ -359,21 +383,30 @@ class RemotePreparedModel:
         deadline_ns: int | None = None,
     ) -> FencedResult:
         """Execute as the HAL says. Where the driver does not answer, this side signals a failure."""
-        start = partial(self.start_fenced, Fenced(request, pools, after, fence), CallOptions(bool(measure_timing), deadline_ns))
-        return await fenced_answer(start, fence)
+        check_fence(fence)
+        answer: Answer[Found] = Answer(asyncio.get_running_loop())
+        found: Found = CallerError("the execution was cancelled by its caller")
+        stop: Callable[[], None] | None = None
+        try:
+            options = CallOptions(bool(measure_timing), deadline_ns)
+            stop = self.start_fenced(Fenced(request, pools, after, fence), options, answer.set)
+            found = await answer.wait()
+        finally:
+            if isinstance(found, BaseException):
+                signal_fence(fence, succeeded=False)
+                if stop is not None:
+                    stop()
+        if isinstance(found, BaseException):
+            raise found
+        return found
 
     async def configure_execution_burst(
         self, callback: IBurstCallback, request_channel: MQDescriptor, result_channel: MQDescriptor, anticipate: bool = False
     ) -> RemoteBurstContext:
         body = ConfigureExecutionBurst(self.number, queue_message(request_channel), queue_message(result_channel), anticipate)
-        fds = (*request_channel.fds, *result_channel.fds)
-        configured, _ = await self.device.connection.call(body, Configured, fds, unwanted=self._close_burst)
-        self.device.watch_burst(configured.burst, callback)
-        return RemoteBurstContext(self.device, configured.burst)
-
-    def _close_burst(self, unwanted: ReplyBody) -> None:
-        if isinstance(unwanted, Configured):
-            self.device.post(CloseBurst(unwanted.burst))
+        burst, _ = await self.device.connection.call(body, unwanted=lambda burst: self.device.connection.post(CloseBurst(burst)))
+        self.device.watch_burst(burst, callback)
+        return RemoteBurstContext(self.device, burst)
 
     def step_roles(self, is_input: bool, index: int) -> list[StepRole]:
         """Return what an input or output is in the driver. A plan has more to say (`PlannedModel.step_roles`)."""
@@ -383,11 +416,139 @@ class RemotePreparedModel:
         if not self._closed and self.device.connection.ended_by is None:
             self._closed = True
             self.device.forget(self.number)
-            await self.device.connection.call(ReleasePreparedModel(self.number), Done)
+            await self.device.connection.call(ReleasePreparedModel(self.number))
 
     def release(self) -> None:
         """Release the model without waiting, for when its last holder has been collected."""
         if not self._closed:
             self._closed = True
             self.device.forget(self.number)
-            self.device.post(ReleasePreparedModel(self.number))
+            self.device.connection.post(ReleasePreparedModel(self.number))
+
+
+class RemoteBurstContext:
+    """A burst's listener in the driver process. Satisfies `IBurstContext`."""
+
+    def __init__(self, device: RemoteDevice, number: int) -> None:
+        self._device = device
+        self._number = number
+        self._closed = False
+
+    async def free_memory(self, slot: int) -> None:
+        await self._device.connection.call(FreeMemory(self._number, slot))
+
+    def forget_memory(self, slot: int) -> None:
+        """Forget the memory cached under `slot`, without waiting."""
+        self._device.connection.post(FreeMemory(self._number, slot))
+
+    def ask(self, identity: int, answered: Callable[[bool], None]) -> None:
+        """Ask whether the driver still has a request to answer, without waiting. Never calls `answered` if the connection ends first."""
+        if self._device.connection.ended_by is None:
+
+            def settled(known: bool | BaseException) -> None:
+                if self._device.connection.ended_by is None:
+                    answered(known is True)
+
+            self._device.connection.begin(HasRequest(self._number, identity), settled)
+
+    async def aclose(self) -> None:
+        """End the burst. Returns when the driver has freed all it held for the burst, or has gone."""
+        try:
+            if not self._closed and self._device.connection.ended_by is None:
+                self._closed = True
+                await self._device.connection.call(CloseBurst(self._number))
+        finally:
+            self._device.forget_burst(self._number)
+
+    def release(self) -> None:
+        """End the burst without waiting."""
+        if not self._closed:
+            self._closed = True
+            self._device.connection.post(CloseBurst(self._number))
+        self._device.forget_burst(self._number)
+
+
+class RemoteBuffer:
+    """A buffer in the driver process. Satisfies `IBuffer`."""
+
+    def __init__(self, device: RemoteDevice, token: int) -> None:
+        self.device = device
+        self.token = token
+        self._closed = False
+
+    async def copy_from(self, source: IMemory, dimensions: tuple[int, ...], settled: Settled[None] | None = None) -> None:
+        """Fill the whole buffer. `settled` is as for `Connection.call`."""
+        pool, offset = _place_of(source)
+        body = CopyFrom(self.token, lent(pool), dimensions, offset, source.size_bytes)
+        await self.device.connection.call(body, settled)
+
+    async def copy_to(self, target: IMemory, settled: Settled[None] | None = None) -> None:
+        """Copy the whole buffer out. `settled` is as for `Connection.call`."""
+        pool, offset = _place_of(target)
+        body = CopyTo(self.token, lent(pool), offset, target.size_bytes)
+        await self.device.connection.call(body, settled)
+
+    async def aclose(self) -> None:
+        if not self._closed and self.device.connection.ended_by is None:
+            self._closed = True
+            self.device.forget_buffer(self.token)
+            await self.device.connection.call(FreeBuffer(self.token))
+
+    def release(self) -> None:
+        """Free the buffer without waiting."""
+        if not self._closed:
+            self._closed = True
+            self.device.forget_buffer(self.token)
+            self.device.connection.post(FreeBuffer(self.token))
+
+
+def _place_of(memory: IMemory) -> tuple[IMemory, int]:
+    """Return the whole pool of a memory, which may be a slice of it, and where the memory begins in its pool."""
+    return (memory.pool, memory.offset_bytes) if isinstance(memory, Memory) else (memory, 0)
+
+
+# --- what the app sends, as messages -------------------------------------------------------------------------------------
+
+
+def lent(memory: IMemory) -> LentMemory:
+    return LentMemory(memory.description, Fd(memory.fileno()))
+
+
+def model_message(model: Model) -> ModelMessage:
+    return ModelMessage(
+        model.graph,
+        as_messages(model.inputs),
+        as_messages(model.outputs),
+        model.operations,
+        model.constants,
+        tuple(map(lent, model.pools)),
+        known_token(model),
+        known_contents(model),
+    )
+
+
+def engine_options_message(options: EngineOptions, opened: Sequence[int]) -> EngineOptionsMessage:
+    """Return the options of one engine. `opened` are the files that they name (`option_files`)."""
+    files = {name: (digest, Fd(fd)) for (name, digest), fd in zip(options.files.items(), opened, strict=True)}
+    return EngineOptionsMessage(dict(options), files)
+
+
+def options_message(options: PrepareOptions, engine: EngineOptionsMessage) -> OptionsMessage:
+    return OptionsMessage(
+        options.preference,
+        options.priority,
+        options.deadline_ns,
+        options.threads,
+        options.open_outputs,
+        options.at_most,
+        options.instances,
+        engine,
+    )
+
+
+def cache_message(cache: CacheHandles) -> CacheMessage:
+    return CacheMessage(tuple(map(Fd, cache.model)), tuple(map(Fd, cache.data)), cache.token, cache.keyring)
+
+
+def queue_message(descriptor: MQDescriptor) -> MQMessage:
+    return MQMessage(descriptor.grantors, descriptor.quantum, descriptor.flavor, tuple(map(Fd, descriptor.fds)))

@@ -8,30 +8,20 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Mapping, Sequence
 
 from aionn.errors import CallerError
 from aionn.hal.options import EngineOptions
 from aionn.tasks import run_in_thread
 
 
-@asynccontextmanager
-async def opened_files(options: EngineOptions) -> AsyncIterator[Sequence[int]]:
-    """Open the files of options for the body, in the order of `options.files`.
+async def open_files(options: EngineOptions) -> Sequence[int]:
+    """Open the files of options, in the order of `options.files`. The caller closes them with `close_files`.
 
     Raises:
         CallerError: a file cannot be opened any more.
     """
-    if not options.files:
-        yield ()
-        return
-    paths = {name: str(options[name]) for name in options.files}
-    fds = await run_in_thread(_open_all, paths, undo=_close_all)
-    try:
-        yield fds
-    finally:
-        _close_all(fds)
+    return await run_in_thread(_open_all, {name: str(options[name]) for name in options.files}, undo=close_files)
 
 
 def _open_all(paths: Mapping[str, str]) -> list[int]:
@@ -40,12 +30,12 @@ def _open_all(paths: Mapping[str, str]) -> list[int]:
         for name, path in paths.items():
             fds.append(open_option(name, path, "compile the model again"))
     except BaseException:
-        _close_all(fds)
+        close_files(fds)
         raise
     return fds
 
 
-def _close_all(fds: Sequence[int]) -> None:
+def close_files(fds: Sequence[int]) -> None:
     for fd in fds:
         os.close(fd)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,9 +14,10 @@ import pytest
 import aionn
 from aionn.caching import CacheOutcomeKind
 from aionn.hal import CacheFiles, CacheHandles, DeviceType, PrepareOptions
+from aionn.remote.calls import Prepared, PrepareModel
 from aionn.remote.channel import Descriptors
 from aionn.remote.connection import Connection
-from aionn.remote.control import Prepared, PrepareModel, Ready
+from aionn.remote.control import Ready
 from aionn.remote.device import RemoteDevice
 from aionn.runtime.processes.devices import Devices
 from tests.conformance.cache_files import DRIVER_PROCESS, TOKEN, Files, load, open_device, own_state, save, saved
@@ -118,10 +118,9 @@ class Sent:
     def __init__(self) -> None:
         self.fds: list[list[int]] = []
 
-    async def call(self, body: PrepareModel, answer_type: object, fds: Sequence[int], **_: object) -> tuple[Prepared, Descriptors]:
+    async def call(self, body: PrepareModel, **_: object) -> tuple[Prepared, Descriptors]:
         assert body.cache is not None
-        count = body.cache.model + body.cache.data
-        self.fds.append([os.dup(fd) for fd in fds[-count:]])
+        self.fds.append([os.dup(fd) for fd in (*body.cache.model, *body.cache.data)])
         return Prepared(1, (), (), "saved"), Descriptors(())
 
 

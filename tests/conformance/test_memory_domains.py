@@ -38,8 +38,7 @@ from aionn.hal.types import (
     Result,
 )
 from aionn.memory.region import Region
-from aionn.remote.device import RemoteDevice
-from aionn.remote.handles import RemoteBuffer
+from aionn.remote.device import RemoteBuffer, RemoteDevice
 from aionn.testing.models import identity_model
 from tests.conformance.devices import HOLDERS
 from tests.conformance.test_devices import channels

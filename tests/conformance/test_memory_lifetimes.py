@@ -29,9 +29,8 @@ import aionn
 from aionn.errors import AionnError, CallerError
 from aionn.hal.types import DataLocation, ErrorStatus, MemoryDescription, MemoryKind, Request, RequestArgument
 from aionn.memory.region import Region
-from aionn.remote.control import CopyFrom, Done, Execute, Executed
+from aionn.remote.calls import CopyFrom, Execute, Fd, LentMemory
 from aionn.remote.device import RemotePreparedModel
-from aionn.remote.parts import PoolMessage
 from aionn.testing import FakeDevice
 from aionn.testing.models import identity_model
 from tests.leaks import Inventory, driver_pids, ended, leak_check
@@ -429,9 +428,8 @@ async def test_lies_about_memory_are_refused_one_by_one_and_hurt_nobody() -> Non
         x, y = RequestArgument(DataLocation(0, 0, 256), (64,)), RequestArgument(DataLocation(0, 512, 256), (64,))
 
         async def execute(description: MemoryDescription, fd: int, request: Request) -> ErrorStatus:
-            body = Execute(number, request, (PoolMessage(description),), False, None)
-            answer, _ = await connection.call(body, Executed, [fd])
-            return answer.result.status
+            result, _ = await connection.call(Execute(number, request, (LentMemory(description, Fd(fd)),), False, None))
+            return result.status
 
         good = Region.allocate(1024)
         assert await execute(good.description, good.fileno(), Request((x,), (y,))) is ErrorStatus.NONE
@@ -444,7 +442,7 @@ async def test_lies_about_memory_are_refused_one_by_one_and_hurt_nobody() -> Non
             assert await execute(description, fd, Request((x,), (y,))) is phase, name
             await filled.reset(4)
             with pytest.raises(AionnError):
-                await connection.call(CopyFrom(token, description, (64,)), Done, [fd])
+                await connection.call(CopyFrom(token, LentMemory(description, Fd(fd)), (64,)))
             with pytest.raises(aionn.ExecutionError, match="not initialized"):
                 await filled.snapshot()
             os.close(fd)

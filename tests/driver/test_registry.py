@@ -81,7 +81,7 @@ def test_the_reference_declares_that_it_is_slow() -> None:
 def test_a_performance_survives_the_trip_in_the_greeting() -> None:
     performance = Performance(PerformanceInfo(2.0, 0.5), {OperandType.INT8: PerformanceInfo(0.25, 4.0)})
     ready = Ready(PROTOCOL, "name", "1", DeviceType.CPU, CacheFiles(), performance=performance)
-    assert decode(encode(ready, 0)[8:]) == ready
+    assert decode(encode(ready)[0][8:]) == ready
 
 
 @pytest.mark.anyio

@@ -9,6 +9,7 @@ import socket
 from collections.abc import Sequence
 from contextlib import suppress
 from math import prod
+from typing import Any
 
 from aionn.burst.packets import (
     DATUM_BYTES,
@@ -38,6 +39,7 @@ from aionn.hal.types import (
     DeviceType,
     ErrorStatus,
     ExecutionPreference,
+    FencedResult,
     MemoryDescription,
     MemoryKind,
     Operand,
@@ -51,8 +53,9 @@ from aionn.hal.types import (
 )
 from aionn.hal.values import TypeMessage, ValueKind
 from aionn.memory.requests import check_request
-from aionn.remote import control, parts
-from aionn.remote.channel import Channel, Descriptors
+from aionn.remote import calls, control
+from aionn.remote.calls import Fd, HalCall, LentMemory
+from aionn.remote.channel import ControlChannel, Descriptors
 from aionn.remote.control import HEADER, ControlError, Message
 from aionn.remote.failures import error_of, failure_of
 from tests.fuzz.choices import Choices
@@ -123,54 +126,66 @@ def results(data: bytes) -> None:
 # ---- control frames -----------------------------------------------------------------------------------------------------
 
 
-def messages() -> list[tuple[Message, int]]:
-    """One of nearly every kind, and how many descriptors travel with it."""
+def messages() -> list[Message]:
+    """One of nearly every kind."""
     operand = Operand(OperandType.FLOAT32, (0, 16), ("N", None))
-    memory = MemoryDescription(MemoryKind.ASHMEM, 4096)
+    memory = LentMemory(MemoryDescription(MemoryKind.ASHMEM, 4096), Fd(0))
     constant = Constant("c", operand, DataLocation(0, 0, 64))
-    rows = TypeMessage(ValueKind.SEQUENCE, TypeMessage(ValueKind.MAP, operand, OperandType.STRING))
     border = (("x", operand),), (("y", operand),)
-    model = parts.ModelMessage(b"graph", *border, (Operation("a", "Add", ""),), (constant,), (memory,), bytes(32), b"")
-    options = parts.OptionsMessage(
-        ExecutionPreference.FAST_SINGLE_ANSWER, Priority.MEDIUM, None, 1, options={"level": 1, "file": "/x"}, files={"file": bytes(32)}
-    )
-    queue = parts.MQMessage((GrantorDescriptor(0, 0, 8), GrantorDescriptor(0, 64, 8)), 24, MQFlavor.SYNCHRONIZED, 3)
+    model = calls.ModelMessage(b"graph", *border, (Operation("a", "Add", ""),), (constant,), (memory,), bytes(32), b"")
+    engine = calls.EngineOptionsMessage({"level": 1, "file": "/x"}, {"file": (bytes(32), Fd(0))})
+    options = calls.OptionsMessage(ExecutionPreference.FAST_SINGLE_ANSWER, Priority.MEDIUM, None, 1, engine=engine)
+    queue = calls.MQMessage((GrantorDescriptor(0, 0, 8), GrantorDescriptor(0, 64, 8)), 24, MQFlavor.SYNCHRONIZED, (Fd(0),) * 3)
     argument = RequestArgument(DataLocation(0, 0, 64), (1, 16))
-    pools = (parts.PoolMessage(memory), parts.PoolMessage(None, 3))
-    bodies: list[tuple[control.CallBody, int]] = [
-        (control.GetSupportedOperations(model), 1),
-        (control.PrepareModel(model, options, parts.CacheMessage(1, 1, bytes(32))), 3),
-        (control.PrepareModelFromCache(options, parts.CacheMessage(1, 0, bytes(32))), 1),
-        (control.Execute(1, Request((argument,), (argument,)), pools, True, 10**15), 1),
-        (control.ConfigureExecutionBurst(1, queue, queue), 6),
-        (control.ExecuteValues(1, b"\x91\x92\x90\x00", b"data", memory, True, 10**15), 1),
-        (control.FreeMemory(1, 2), 0),
-        (control.Allocate(BufferDesc((1, 2)), (1,), (BufferRole(0, 0, 0.5),), ()), 0),
-        (control.CopyFrom(1, memory, (1, 2)), 1),
-        (control.GetMemories(1, (0, 1, 2)), 0),
-        (control.LogLine(40, "aionn.driver", "text"), 0),
-    ]
-    replies: list[control.ReplyBody] = [
-        control.Flags((True, False)),
-        control.Prepared(1, (("x", operand),), (("y", operand),), "declined"),
-        control.Executed(Result(ErrorStatus.NONE, (OutputShape((1,)),), Timing(1, 2), "")),
-        control.Prepared(1, (("x", rows),), (("y", rows),), ""),
-        control.ExecutedValues(Result(ErrorStatus.NONE), b"\x91\xc0", b"data"),
-        failure_of(CompilationError("no", node="a", reason="b")),
-        control.Done(),
+    request, values = Request((argument,), (argument,)), calls.Values(b"\x91\x92\x90\x00", b"data", memory)
+    bodies: list[HalCall[Any]] = [
+        calls.GetSupportedOperations(model),
+        calls.PrepareModel(model, options, calls.CacheMessage((Fd(0),), (Fd(0),), bytes(32))),
+        calls.PrepareModelFromCache(options, calls.CacheMessage((Fd(0),), (), bytes(32))),
+        calls.Execute(1, request, (memory, 3), True, 10**15),
+        calls.ExecuteFenced(1, request, (memory, 3), True, 10**15, Fd(0), (calls.DependencyMessage(Fd(0), True),)),
+        calls.ConfigureExecutionBurst(1, queue, queue),
+        calls.ExecuteValues(1, values, True, 10**15),
+        calls.FreeMemory(1, 2),
+        calls.Allocate(BufferDesc((1, 2)), (1,), (BufferRole(0, 0, 0.5),), ()),
+        calls.CopyFrom(1, memory, (1, 2)),
+        calls.GetMemories(1, (0, 1, 2)),
+        calls.LogLine(40, "aionn.driver", "text"),
     ]
     return [
-        *((control.Call(number, body), fds) for number, (body, fds) in enumerate(bodies)),
-        *((control.Reply(number, body), 0) for number, body in enumerate(replies)),
-        (control.Reply(1, control.Memories((memory, memory))), 2),
-        (control.Cancel(3), 0),
-        (control.Ready(control.PROTOCOL, "fake", "1", DeviceType.CPU, CacheFiles(1, 1)), 0),
-        (control.Refused(control.Failure("CallerError", "no")), 0),
+        *map(control.CallMessage, range(len(bodies)), bodies),
+        *(control.Reply(number, answer) for number, (_, answer) in enumerate(answers())),
+        control.Failed(1, failure_of(CompilationError("no", node="a", reason="b"))),
+        control.Cancel(3),
+        control.Ready(control.PROTOCOL, "fake", "1", DeviceType.CPU, CacheFiles(1, 1), page=(Fd(0),)),
+        control.Refused(control.Failure("CallerError", "no")),
+    ]
+
+
+def answers() -> list[tuple[type[HalCall[Any]], object]]:
+    """One of nearly every kind, and the call that it answers."""
+    operand = Operand(OperandType.FLOAT32, (0, 16), ("N", None))
+    memory = LentMemory(MemoryDescription(MemoryKind.ASHMEM, 4096), Fd(0))
+    rows = TypeMessage(ValueKind.SEQUENCE, TypeMessage(ValueKind.MAP, operand, OperandType.STRING))
+    result = Result(ErrorStatus.NONE, (OutputShape((1,)),), Timing(1, 2), "")
+    return [
+        (calls.GetSupportedOperations, (True, False)),
+        (calls.PrepareModel, calls.Prepared(1, (("x", operand),), (("y", operand),), "declined")),
+        (calls.PrepareModelFromCache, calls.Prepared(1, (("x", rows),), (("y", rows),), "")),
+        (calls.Execute, result),
+        (calls.ExecuteFenced, FencedResult(result, 1, Timing(1, 2))),
+        (calls.ExecuteValues, calls.ExecutedValues(Result(ErrorStatus.NONE), calls.Values(b"\x91\xc0", b"data"))),
+        (calls.ExecuteValues, calls.ExecutedValues(Result(ErrorStatus.NONE), calls.Values(b"\x91\xc0", b"", memory))),
+        (calls.Allocate, 1),
+        (calls.HasRequest, True),
+        (calls.ExportAgain, "saved"),
+        (calls.FreeBuffer, None),
+        (calls.GetMemories, (memory, memory)),
     ]
 
 
 def frame_seeds() -> list[bytes]:
-    return [control.encode(message, fds) for message, fds in messages()]
+    return [control.encode(message)[0] for message in messages()]
 
 
 def frames(data: bytes) -> None:
@@ -180,20 +195,29 @@ def frames(data: bytes) -> None:
         assert 0 <= length <= control.MAX_BODY_BYTES
         assert 0 <= descriptors <= control.MAX_DESCRIPTORS
     try:
-        message = control.decode(data[HEADER.size :])
+        message = control.decode(data[HEADER.size :], lambda: Fd(0))
     except ControlError:
         return
-    sent = control.encode(message, 0)
-    assert control.encode(control.decode(sent[HEADER.size :]), 0) == sent
-    if isinstance(message, control.Reply) and isinstance(message.body, control.Failure):
-        assert isinstance(error_of(message.body), AionnError)
+    if isinstance(message, control.Reply):  # each call's answer is read or refused
+        for call in {call for call, _ in answers()}:
+            with suppress(ControlError):
+                answer = control.decode(message.answer, lambda: Fd(0), call)
+                again = control.decode(control.encode(control.Reply(message.id, answer))[0][HEADER.size :], lambda: Fd(0))
+                assert isinstance(again, control.Reply)
+                assert repr(control.decode(again.answer, lambda: Fd(0), call)) == repr(answer)
+        return
+    sent, _ = control.encode(message)
+    assert control.encode(control.decode(sent[HEADER.size :], lambda: Fd(0)))[0] == sent
+    if isinstance(message, control.Failed):
+        assert isinstance(error_of(message.failure), AionnError)
 
 
 def channel_seeds() -> list[bytes]:
     """Pieces: a header byte (descriptors in the high half, 0: the end), a length u16, the bytes."""
     seeds = []
-    for message, fds in messages():
-        frame = control.encode(message, fds)
+    for message in messages():
+        frame, named = control.encode(message)
+        fds = len(named)
         halves = frame[: len(frame) // 2], frame[len(frame) // 2 :]
         seeds.append(_piece(frame, fds))
         seeds.append(_piece(halves[0], fds) + _piece(halves[1], 0) + _piece(frame, fds))
@@ -232,12 +256,12 @@ async def _channel(choices: Choices) -> None:
     def on_message(message: Message, descriptors: Descriptors) -> None:
         assert not ends, "a message after the end"
         if len(descriptors) > 1:
-            os.close(descriptors.take())
+            os.close(descriptors.take(Fd(min(descriptors._open))))
         held.append(descriptors)
 
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     theirs.setblocking(False)
-    receiving = Channel(ours, on_message, ends.append)
+    receiving = ControlChannel(ours, on_message, ends.append)
     null = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
     try:
         for _ in range(64):

@@ -15,8 +15,7 @@ import aionn
 from aionn.caching.store.entries import Hit
 from aionn.memory.memory import Memory
 from aionn.memory.region import Region
-from aionn.remote.device import RemotePreparedModel
-from aionn.remote.handles import RemoteBuffer
+from aionn.remote.device import RemoteBuffer, RemotePreparedModel
 from aionn.runtime.executing.device_roles import DeviceRoles, part_of
 from aionn.testing import FakeDevice, identity_model
 from tests.leaks import ended, leak_check

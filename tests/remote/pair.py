@@ -5,17 +5,19 @@ from __future__ import annotations
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import anyio
 
 from aionn.driver import EngineDevice
+from aionn.driver.service import DeviceService
 from aionn.errors import DriverDiedError
 from aionn.hal.engine import Engine
+from aionn.remote.calls import HalCall
 from aionn.remote.channel import Descriptors
 from aionn.remote.connection import Connection
-from aionn.remote.control import CallBody, Ready, Refused
+from aionn.remote.control import Ready, Refused
 from aionn.remote.device import RemoteDevice
-from aionn.remote.service import DeviceService
 from aionn.tasks import Answer, running_loop
 
 
@@ -33,7 +35,7 @@ async def remote_device(engine: Engine) -> AsyncIterator[RemoteDevice]:
         device = EngineDevice(engine, tasks)
         service = DeviceService(device, theirs, tasks)
 
-        def on_call(call_id: int, body: CallBody, descriptors: Descriptors) -> None:
+        def on_call(call_id: int, body: HalCall[Any], descriptors: Descriptors) -> None:
             running_loop().create_task(remote.answer(call_id, body, descriptors))
 
         connection = Connection(ours, on_call, lambda error: connection.end(error or DriverDiedError("fake", None)), on_greeting)

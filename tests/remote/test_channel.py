@@ -13,27 +13,28 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from aionn.errors import CallerError, ExecutionError
-from aionn.hal.types import ErrorStatus
-from aionn.remote.channel import Channel, Descriptors
+from aionn.hal.types import ErrorStatus, MemoryDescription, MemoryKind
+from aionn.remote.calls import CopyFrom, Fd, LentMemory
+from aionn.remote.channel import ControlChannel, Descriptors
 from aionn.remote.control import (
     HEADER,
     MAX_BODY_BYTES,
     MAX_DESCRIPTORS,
-    Call,
+    CallMessage,
     ControlError,
-    Done,
-    FreeBuffer,
+    Failed,
     Message,
     Reply,
     decode,
-    encode,
 )
-from aionn.remote.failures import MAX_MESSAGE_CHARACTERS, error_of, failure_of
+from aionn.remote.failures import error_of, failure_of
 from tests.descriptors import free_descriptors
+from tests.remote.frames import frame
 
 pytestmark = [pytest.mark.anyio, pytest.mark.both_loops]
 
-FRAME = encode(Reply(1, Done()), 0)
+FRAME = frame(Reply(1, None))
+NAMING = CallMessage(1, CopyFrom(1, LentMemory(MemoryDescription(MemoryKind.ASHMEM, 1), Fd(0)), ()))
 
 
 def open_fds() -> int:
@@ -49,7 +50,7 @@ class Ear:
         self.messages: list[Message] = []
         self.came: list[Descriptors] = []
         self.ends: list[Exception | None] = []
-        self.channel = Channel(ours, on_message or self._heard, self.ends.append)
+        self.channel = ControlChannel(ours, on_message or self._heard, self.ends.append)
 
     def _heard(self, message: Message, descriptors: Descriptors) -> None:
         self.messages.append(message)
@@ -70,10 +71,10 @@ async def test_a_message_and_its_descriptors_arrive_and_what_is_not_taken_is_clo
     before = open_fds()
     ear = Ear()
     reader, writer = os.pipe()
-    ear.send(encode(Reply(7, Done()), 2), [reader, writer])
+    ear.send(frame(Reply(7, None), 2), [reader, writer])
     ear.channel.drain()
-    assert ear.messages == [Reply(7, Done())]
-    taken = ear.came[0].take()
+    assert [message.id for message in ear.messages if isinstance(message, Reply)] == [7]
+    taken = ear.came[0].take(ear.came[0].next_fd())
     assert not os.get_inheritable(taken)
     for fd in (taken, reader, writer):
         os.close(fd)
@@ -89,11 +90,22 @@ async def test_a_message_and_its_descriptors_arrive_and_what_is_not_taken_is_clo
         (HEADER.pack(1, 0, 1) + b"x", 0),
         (HEADER.pack(len(FRAME) - HEADER.size, 1, 0) + FRAME[HEADER.size :], 0),
         (FRAME, 1),
+        (frame(NAMING, 0), 0),
         (HEADER.pack(4, 0, 0) + b"\xdd\xff\xff\xff", 0),
         (HEADER.pack(5, 2, 0) + b"\xc1\xc1\xc1\xc1\xc1", 2),
         (HEADER.pack(2000, 0, 0) + b"\x91" * 2000, 0),
     ],
-    ids=["too long", "too many descriptors", "bad zero", "missing descriptor", "stray descriptor", "cut array", "no message", "too deep"],
+    ids=[
+        "too long",
+        "too many descriptors",
+        "bad zero",
+        "missing descriptor",
+        "stray descriptor",
+        "named descriptor",
+        "cut array",
+        "no message",
+        "too deep",
+    ],
 )
 async def test_a_frame_that_is_none_ends_the_channel_with_a_reason_and_leaves_nothing_open(data: bytes, fds: int) -> None:
     before = open_fds()
@@ -109,7 +121,7 @@ async def test_a_frame_that_is_none_ends_the_channel_with_a_reason_and_leaves_no
     assert ear.channel.closed
     ear.peer.close()
     assert open_fds() == before  # while `end` and its traceback are remembered
-    ear.channel.post(Reply(1, Done()))  # after the end: no peer hears it, and it is not an error
+    ear.channel.post(Reply(1, None))  # after the end: no peer hears it, and it is not an error
 
 
 async def test_descriptors_piled_onto_one_unfinished_frame_end_the_channel() -> None:
@@ -150,7 +162,7 @@ async def test_no_bytes_whatever_raise_in_the_loop_or_end_it_twice(pieces: list[
     ear.peer.close()
     ear.channel.drain()
     assert len(ear.ends) == 1
-    assert all(message == Reply(1, Done()) for message in ear.messages[: pieces.index(FRAME) if FRAME in pieces else 0])
+    assert all(isinstance(message, Reply) and message.id == 1 for message in ear.messages[: pieces.index(FRAME) if FRAME in pieces else 0])
 
 
 @given(st.binary(max_size=200))
@@ -167,7 +179,7 @@ async def test_frames_that_the_socket_does_not_take_go_out_later_whole_and_in_or
     reader, writer = os.pipe()
     big = "x" * 300_000
     for number in range(20):
-        ear.channel.post(Reply(number, failure_of(CallerError(big[:MAX_MESSAGE_CHARACTERS]))), [reader])
+        ear.channel.post(Reply(number, (big, Fd(reader))))
     os.close(reader)
     os.close(writer)
     heard: list[Message] = []
@@ -181,7 +193,7 @@ async def test_frames_that_the_socket_does_not_take_go_out_later_whole_and_in_or
         if len(heard) == 20:
             done.set()
 
-    other = Channel(ear.peer, on_message, lambda error: None)
+    other = ControlChannel(ear.peer, on_message, lambda error: None)
     with anyio.fail_after(30):
         await done.wait()
     assert [message.id for message in heard if isinstance(message, Reply)] == list(range(20))
@@ -196,7 +208,7 @@ async def test_a_full_socket_that_ends_closes_what_was_kept_for_it() -> None:
     ear = Ear()
     null = os.open("/dev/null", os.O_RDONLY)
     for _ in range(2000):
-        ear.channel.post(Call(1, FreeBuffer(1)), [null])
+        ear.channel.post(CallMessage(1, CopyFrom(1, LentMemory(MemoryDescription(MemoryKind.ASHMEM, 1), Fd(null)), ())))
     assert open_fds() > before + 10
     os.close(null)
     ear.close()
@@ -207,20 +219,20 @@ async def test_descriptors_lost_for_want_of_room_fail_their_own_message_alone() 
     before = open_fds()
     ear = Ear()
     null = os.open("/dev/null", os.O_RDONLY)
-    lost = encode(Reply(2, Done()), 3)
-    ear.send(encode(Reply(1, Done()), 1), [null])
+    lost = frame(Reply(2, None), 3)
+    ear.send(frame(Reply(1, None), 1), [null])
     ear.send(lost[:5], [null] * 3)  # a header in two pieces
     with free_descriptors(2):  # room for the one of the first message, and for one of three of the second
         ear.channel.drain()
     ear.send(lost[5:])
-    ear.send(encode(Reply(3, Done()), 2), [null] * 2)
+    ear.send(frame(Reply(3, None), 2), [null] * 2)
     ear.channel.drain()
     os.close(null)
     assert ear.ends == []
     assert [message.id for message in ear.messages if isinstance(message, Reply)] == [1, 2, 3]
     assert [descriptors.lost for descriptors in ear.came] == [False, True, False]
     with pytest.raises(ExecutionError, match="too many open files") as caught:
-        ear.came[1].take()
+        ear.came[1].take(ear.came[1].next_fd())
     assert caught.value.status is ErrorStatus.RESOURCE_EXHAUSTED_TRANSIENT
     assert [len(descriptors) for descriptors in ear.came] == [1, 0, 2]
     ear.close()
@@ -230,6 +242,6 @@ async def test_descriptors_lost_for_want_of_room_fail_their_own_message_alone() 
 @given(st.text(alphabet=st.characters(codec=None), max_size=50), st.text(max_size=5000))
 def test_every_error_crosses_the_wall_whatever_its_text(odd: str, long: str) -> None:
     for error in (RuntimeError(odd), CallerError(odd + long), ExecutionError(long, status=ErrorStatus.GENERAL_FAILURE)):
-        message = decode(encode(Reply(1, failure_of(error)), 0)[HEADER.size :])
-        assert isinstance(message, Reply)
-        assert str(error_of(message.body))  # type: ignore[arg-type]
+        message = decode(frame(Failed(1, failure_of(error)))[HEADER.size :])
+        assert isinstance(message, Failed)
+        assert str(error_of(message.failure))

@@ -15,11 +15,11 @@ import pytest
 from onnx import TensorProto, helper
 
 from aionn.driver import find_engine
+from aionn.driver import values as driver_values
 from aionn.errors import AionnError, CallerError, ExecutionError
 from aionn.hal import ErrorStatus, MemoryDescription, MemoryKind, PrepareOptions, Result
 from aionn.memory.region import Region
-from aionn.remote import value_calls
-from aionn.remote.control import ExecutedValues, ExecuteValues
+from aionn.remote.calls import ExecutedValues, ExecuteValues, Fd, LentMemory, Values
 from tests.leaks import Inventory
 from tests.remote.pair import remote_device
 from tests.runtime.values_models import passing
@@ -36,23 +36,24 @@ async def test_whatever_an_app_sends_is_answered_and_the_next_call_works() -> No
         prepared = await device.prepare_model(passing(FLOATS), PrepareOptions())
         tree = msgspec.msgpack.encode([[[[3], 0]]])
         before = len(os.listdir("/proc/self/fd"))
-        wrong: list[tuple[ExecuteValues, int]] = [
-            (ExecuteValues(prepared.number, b"", b"", None, False, None), 0),
-            (ExecuteValues(prepared.number, tree, b"short", None, False, None), 0),
-            (ExecuteValues(prepared.number, b"\x91" * 100_000, b"", None, False, None), 0),
-            (ExecuteValues(prepared.number, tree, b"", MemoryDescription(MemoryKind.ASHMEM, 0), False, None), 1),
-            (ExecuteValues(prepared.number, tree, b"", MEMORY, False, None), 1),  # a file of another size
+        wrong: list[tuple[bytes, bytes, MemoryDescription | None]] = [
+            (b"", b"", None),
+            (tree, b"short", None),
+            (b"\x91" * 100_000, b"", None),
+            (tree, b"", MemoryDescription(MemoryKind.ASHMEM, 0)),
+            (tree, b"", MEMORY),  # a file of another size
         ]
-        for body, fds in wrong:
+        for nodes, data, memory in wrong:
             file = os.memfd_create("hostile")
             try:
-                executed, _ = await device.connection.call(body, ExecutedValues, [file] * fds)
+                inputs = Values(nodes, data, None if memory is None else LentMemory(memory, Fd(file)))
+                executed, _ = await device.connection.call(ExecuteValues(prepared.number, inputs, False, None))
                 assert executed.result.status in (ErrorStatus.INVALID_ARGUMENT, ErrorStatus.GENERAL_FAILURE)
                 assert executed.result.message
             finally:
                 os.close(file)
         with pytest.raises(CallerError, match="prepared model 999 does not exist"):
-            await device.connection.call(ExecuteValues(999, tree, b"", None, False, None), ExecutedValues)
+            await device.connection.call(ExecuteValues(999, Values(tree), False, None))
         result, outputs, _ = await prepared.execute_values(GIVEN, True)
         assert result.status is ErrorStatus.NONE
         assert result.timing.in_driver_us < 10**7
@@ -65,8 +66,8 @@ async def test_a_memory_that_the_app_can_still_change_or_shrink_is_refused() -> 
         prepared = await device.prepare_model(passing(FLOATS), PrepareOptions())
         file = os.memfd_create("unsealed")
         os.ftruncate(file, 4096)
-        body = ExecuteValues(prepared.number, msgspec.msgpack.encode([[[[3], 0]]]), b"", MEMORY, False, None)
-        executed, _ = await device.connection.call(body, ExecutedValues, [file])
+        inputs = Values(msgspec.msgpack.encode([[[[3], 0]]]), b"", LentMemory(MEMORY, Fd(file)))
+        executed, _ = await device.connection.call(ExecuteValues(prepared.number, inputs, False, None))
         os.close(file)
         assert executed.result.status is not ErrorStatus.NONE
 
@@ -75,8 +76,8 @@ async def test_a_memory_that_the_app_can_still_change_or_shrink_is_refused() -> 
     "answer",
     [
         ExecutedValues(Result(ErrorStatus.NONE)),
-        ExecutedValues(Result(ErrorStatus.NONE), msgspec.msgpack.encode([[[[3], 0]]]), b""),
-        ExecutedValues(Result(ErrorStatus.NONE), msgspec.msgpack.encode([{"a": 1}]), b""),
+        ExecutedValues(Result(ErrorStatus.NONE), Values(msgspec.msgpack.encode([[[[3], 0]]]))),
+        ExecutedValues(Result(ErrorStatus.NONE), Values(msgspec.msgpack.encode([{"a": 1}]))),
     ],
 )
 async def test_an_answer_that_does_not_fit_the_model_is_an_execution_error(answer: ExecutedValues, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,7 +86,7 @@ async def test_an_answer_that_does_not_fit_the_model_is_an_execution_error(answe
 
     async with remote_device(find_engine("onnxruntime")) as device:
         prepared = await device.prepare_model(passing(FLOATS), PrepareOptions())
-        monkeypatch.setattr(value_calls, "serve_values", lie)
+        monkeypatch.setattr(driver_values, "serve_values", lie)
         with pytest.raises(ExecutionError, match="the driver's answer contradicts the model"):
             await prepared.execute_values(GIVEN)
 
@@ -97,11 +98,12 @@ async def test_values_in_a_file_are_refused_because_a_driver_could_cut_the_file(
     async def lie(*_: Any) -> tuple[ExecutedValues, Any]:
         sent = SimpleNamespace(fileno=lambda: fd, close=lambda: os.close(fd))
         tree = msgspec.msgpack.encode([[[[3], 0]]])
-        return ExecutedValues(Result(ErrorStatus.NONE), tree, b"", MemoryDescription(MemoryKind.MMAP_FD, 4096, writable=False)), sent
+        memory = LentMemory(MemoryDescription(MemoryKind.MMAP_FD, 4096, writable=False), Fd(fd))
+        return ExecutedValues(Result(ErrorStatus.NONE), Values(tree, b"", memory)), sent
 
     async with remote_device(find_engine("onnxruntime")) as device:
         prepared = await device.prepare_model(passing(FLOATS), PrepareOptions())
-        monkeypatch.setattr(value_calls, "serve_values", lie)
+        monkeypatch.setattr(driver_values, "serve_values", lie)
         with pytest.raises(ExecutionError, match="the data of values lies in memory of kind mmap_fd; send it in ashmem"):
             await prepared.execute_values(GIVEN)
 
@@ -174,12 +176,13 @@ async def test_an_answer_in_memory_that_could_end_or_block_the_app_is_refused_be
     async def lie(*_: Any) -> tuple[ExecutedValues, Any]:
         sent = SimpleNamespace(fileno=lambda: fd, close=lambda: None)
         tree = msgspec.msgpack.encode([[[[3], 0]]])
-        return ExecutedValues(Result(ErrorStatus.NONE), tree, b"", MemoryDescription(MemoryKind.ASHMEM, 4096, writable=False)), sent
+        memory = LentMemory(MemoryDescription(MemoryKind.ASHMEM, 4096, writable=False), Fd(fd))
+        return ExecutedValues(Result(ErrorStatus.NONE), Values(tree, b"", memory)), sent
 
     try:
         async with remote_device(find_engine("onnxruntime")) as device:
             prepared = await device.prepare_model(passing(FLOATS), PrepareOptions())
-            monkeypatch.setattr(value_calls, "serve_values", lie)
+            monkeypatch.setattr(driver_values, "serve_values", lie)
             before = Inventory.take()
             with pytest.raises(ExecutionError, match=f"the driver's answer contradicts the model: .*({words})"):
                 await prepared.execute_values(GIVEN)

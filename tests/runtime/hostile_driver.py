@@ -26,20 +26,23 @@ from aionn.hal.queues import MQFlavor
 from aionn.hal.types import UNKNOWN_TIME_US
 from aionn.pages.layout import PAGE_BYTES
 from aionn.pages.page import DriverPage
-from aionn.remote import control
-from aionn.remote.control import HEADER, PROTOCOL, Call, Ready, Reply, encode
+from aionn.remote import calls, control
+from aionn.remote.calls import Fd
+from aionn.remote.control import HEADER, PROTOCOL, CallMessage, Failed, Failure, Ready, Reply
+from tests.remote.frames import frame
 
 Frame = tuple[bytes, int]
 """Bytes, and how many descriptors (of pipes) go with them. PAGE: one, of a statistics page. HUGE_PAGES: one that only looks like it."""
 
 PAGE = -1
 HUGE_PAGES = -2
-READY = encode(Ready(PROTOCOL, "hostile", "1\x1b[31m", DeviceType.CPU, CacheFiles(), runs_on="\x07"), 1)
+READY = frame(Ready(PROTOCOL, "hostile", "1\x1b[31m", DeviceType.CPU, CacheFiles(), runs_on="\x07", page=(Fd(0),)))
 OTHER = (("else", Operand(OperandType.INT8, (7,))),)
 
 
-def reply(call: Call, body: Any, pipes: int = 0) -> Frame:
-    return encode(Reply(call.id, body), pipes), pipes
+def reply(call: CallMessage[Any], answer: object, pipes: int = 0) -> Frame:
+    message = Failed(call.id, answer) if isinstance(answer, Failure) else Reply(call.id, answer)
+    return frame(message, pipes), pipes
 
 
 def raw(value: object) -> Frame:
@@ -54,13 +57,13 @@ GREETINGS: dict[str, list[Frame]] = {
     "endless": [(HEADER.pack(2**32 - 1, 0, 0), 0)],
     "descriptors_that_never_come": [(HEADER.pack(len(READY) - HEADER.size, 9, 0) + READY[HEADER.size :], 0)],
     "descriptors_nobody_spoke_of": [(READY, 5)],
-    "no_page": [(encode(Ready(PROTOCOL, "hostile", "1", DeviceType.CPU, CacheFiles()), 0), 0)],
+    "no_page": [(frame(Ready(PROTOCOL, "hostile", "1", DeviceType.CPU, CacheFiles())), 0)],
     "a_pipe_for_a_page": [(READY, 1)],
     "a_page_of_huge_pages": [(READY, HUGE_PAGES)],
     "descriptors_without_end": [(READY[:1], 200), (READY[1:2], 200)],
-    "another_protocol": [(encode(Ready(PROTOCOL + 1, "hostile", "1", DeviceType.CPU, CacheFiles()), 0), 0)],
+    "another_protocol": [(frame(Ready(PROTOCOL + 1, "hostile", "1", DeviceType.CPU, CacheFiles())), 0)],
     "two_greetings": [(READY, PAGE), (READY, PAGE)],
-    "an_answer_first": [(encode(Reply(1, control.Done()), 0), 0)],
+    "an_answer_first": [(frame(Reply(1, None)), 0)],
     "wrong_types": [raw(["Ready", "one", 2, 3, "four", [5]])],
     "a_name_of_numbers": [raw(["Ready", PROTOCOL, [1, 2], "1", 2, [0, 0], False])],
     "too_many_fields": [raw(["Ready", PROTOCOL, "hostile", "1", 2, [0, 0], False, 1, 2, 3])],
@@ -75,43 +78,43 @@ STEERING = "\x1b]0;a title\x07\x1b[2J\r\x9b31mforged\u202e"
 def steering_lines() -> list[Frame]:
     """Two lines of a log. The second one is longer than a driver of aionn would send."""
     texts = (f"first\n\t{STEERING}", STEERING * 2000)
-    return [(encode(Call(number, control.LogLine(30, STEERING, text)), 0), 0) for number, text in enumerate(texts, 1)]
+    return [(frame(CallMessage(number, calls.LogLine(30, STEERING, text))), 0) for number, text in enumerate(texts, 1)]
 
 
-def steering_failure() -> control.Failure:
-    return control.Failure("CompilationError", STEERING, reason=STEERING, notes=(STEERING,) * 99)
+def steering_failure() -> Failure:
+    return Failure("CompilationError", STEERING, reason=STEERING, notes=(STEERING,) * 99)
 
 
-REFUSED = control.Failure("ExecutionError", "not today", status=int(ErrorStatus.GENERAL_FAILURE))
+REFUSED = Failure("ExecutionError", "not today", status=int(ErrorStatus.GENERAL_FAILURE))
 ENDING = ("half_an_answer", "no_answer", "burst_cut", "burst_dead")
 """Answers after which the driver ends."""
 
-ANSWERS: dict[str, tuple[str, Callable[[Call], list[Frame]]]] = {
-    "flags_too_few": ("GetSupportedOperations", lambda call: [reply(call, control.Flags(()))]),
-    "flags_too_many": ("GetSupportedOperations", lambda call: [reply(call, control.Flags((True,) * 1000))]),
-    "flags_of_text": ("GetSupportedOperations", lambda call: [raw(["Reply", call.id, ["Flags", ["yes"]]])]),
-    "another_answer": ("GetSupportedOperations", lambda call: [reply(call, control.Allocated(1))]),
-    "another_id": ("GetSupportedOperations", lambda call: [(encode(Reply(call.id + 7, control.Done()), 0), 0)]),
+ANSWERS: dict[str, tuple[str, Callable[[CallMessage[Any]], list[Frame]]]] = {
+    "flags_too_few": ("GetSupportedOperations", lambda call: [reply(call, ())]),
+    "flags_too_many": ("GetSupportedOperations", lambda call: [reply(call, (True,) * 1000)]),
+    "flags_of_text": ("GetSupportedOperations", lambda call: [raw(["Reply", call.id, ["yes"]])]),
+    "another_answer": ("GetSupportedOperations", lambda call: [reply(call, 1)]),
+    "another_id": ("GetSupportedOperations", lambda call: [(frame(Reply(call.id + 7, None)), 0)]),
     "twice": ("PrepareModel", lambda call: [prepared(call), prepared(call)]),
     "half_an_answer": ("PrepareModel", lambda call: [(prepared(call)[0][:-5], 0)]),
     "no_answer": ("PrepareModel", lambda call: []),
-    "other_operands": ("PrepareModel", lambda call: [reply(call, control.Prepared(1, OTHER, OTHER))]),
-    "no_operands": ("PrepareModel", lambda call: [reply(call, control.Prepared(1, (), ()))]),
-    "a_failure_of_nobody": ("PrepareModel", lambda call: [reply(call, control.Failure("SystemExit", "\0" * 99, status=4711))]),
-    "descriptors_and_an_error": ("PrepareModel", lambda call: [reply(call, control.Failure("CompilationError", "no"), 3)]),
-    "a_call_that_is_not_its": ("PrepareModel", lambda call: [(encode(Call(1, control.CloseBurst(1)), 0), 0), prepared(call)]),
-    "token_0": ("Allocate", lambda call: [reply(call, control.Allocated(0))]),
+    "other_operands": ("PrepareModel", lambda call: [reply(call, calls.Prepared(1, OTHER, OTHER))]),
+    "no_operands": ("PrepareModel", lambda call: [reply(call, calls.Prepared(1, (), ()))]),
+    "a_failure_of_nobody": ("PrepareModel", lambda call: [reply(call, Failure("SystemExit", "\0" * 99, status=4711))]),
+    "descriptors_and_an_error": ("PrepareModel", lambda call: [reply(call, Failure("CompilationError", "no"), 3)]),
+    "a_call_that_is_not_its": ("PrepareModel", lambda call: [(frame(CallMessage(1, calls.CloseBurst(1))), 0), prepared(call)]),
+    "token_0": ("Allocate", lambda call: [reply(call, 0)]),
     "no_memory_today": ("Allocate", lambda call: [reply(call, REFUSED)]),
-    "token_negative": ("Allocate", lambda call: [reply(call, control.Allocated(-5))]),
-    "token_huge": ("Allocate", lambda call: [reply(call, control.Allocated(2**63))]),
-    "burst_of_text": ("ConfigureExecutionBurst", lambda call: [raw(["Reply", call.id, ["Configured", "one"]])]),
+    "token_negative": ("Allocate", lambda call: [reply(call, -5)]),
+    "token_huge": ("Allocate", lambda call: [reply(call, 2**63)]),
+    "burst_of_text": ("ConfigureExecutionBurst", lambda call: [raw(["Reply", call.id, "one"])]),
     "burst_refused": ("ConfigureExecutionBurst", lambda call: [reply(call, REFUSED)]),
-    "burst_of_nothing": ("ConfigureExecutionBurst", lambda call: [reply(call, control.Done())]),
-    "burst_cut": ("ConfigureExecutionBurst", lambda call: [(reply(call, control.Configured(1))[0][:-1], 0)]),
+    "burst_of_nothing": ("ConfigureExecutionBurst", lambda call: [reply(call, None)]),
+    "burst_cut": ("ConfigureExecutionBurst", lambda call: [(reply(call, 1)[0][:-1], 0)]),
     "burst_dead": ("ConfigureExecutionBurst", lambda call: []),
 }
 
-TEXTS: dict[str, tuple[str, Callable[[Call], list[Frame]]]] = {
+TEXTS: dict[str, tuple[str, Callable[[CallMessage[Any]], list[Frame]]]] = {
     "log_lines": ("PrepareModel", lambda call: [*steering_lines(), prepared(call)]),
     "a_failure_that_steers": ("PrepareModel", lambda call: [reply(call, steering_failure())]),
 }
@@ -147,9 +150,9 @@ QUEUES = ("garbage", "an_answer_to_nobody", "an_answer_twice", "counters", "cut"
 """Lies told on a burst's result queue."""
 
 
-def prepared(call: Call) -> Frame:
+def prepared(call: CallMessage[Any]) -> Frame:
     model = getattr(call.body, "model", None)
-    return reply(call, control.Prepared(1, model.inputs, model.outputs) if model is not None else control.Done())
+    return reply(call, calls.Prepared(1, model.inputs, model.outputs) if model is not None else None)
 
 
 def huge_pages() -> int:
@@ -206,7 +209,7 @@ class Hostile:
             for fd in fds:
                 os.close(fd)
 
-    def _calls(self) -> Iterator[tuple[Call, list[int]]]:
+    def _calls(self) -> Iterator[tuple[CallMessage[Any], list[int]]]:
         incoming, fds = b"", []
         while True:
             chunk, received, _, _ = socket.recv_fds(self._socket, 1 << 20, control.MAX_DESCRIPTORS)
@@ -214,36 +217,36 @@ class Hostile:
             incoming += chunk
             while len(incoming) >= HEADER.size and len(incoming) >= HEADER.size + HEADER.unpack_from(incoming)[0]:
                 length, count, _ = HEADER.unpack_from(incoming)
-                message = control.decode(incoming[HEADER.size : HEADER.size + length])
-                incoming = incoming[HEADER.size + length :]
                 taken, fds = fds[:count], fds[count:]
-                if isinstance(message, Call):
+                message = control.decode(incoming[HEADER.size : HEADER.size + length], map(Fd, taken).__next__)
+                incoming = incoming[HEADER.size + length :]
+                if isinstance(message, CallMessage):
                     yield message, taken
             if not chunk:
                 return
 
-    def _honest(self, call: Call, fds: list[int]) -> Frame:
+    def _honest(self, call: CallMessage[Any], fds: list[int]) -> Frame:
         match call.body:
-            case control.GetSupportedOperations(model=model):
-                return reply(call, control.Flags((True,) * len(model.operations)))
-            case control.PrepareModel():
+            case calls.GetSupportedOperations(model=model):
+                return reply(call, (True,) * len(model.operations))
+            case calls.PrepareModel():
                 return prepared(call)
-            case control.Execute():
-                return reply(call, control.Executed(EXECUTED.get(self._lie, Result(ErrorStatus.NONE))))
-            case control.Allocate():
+            case calls.Execute():
+                return reply(call, EXECUTED.get(self._lie, Result(ErrorStatus.NONE)))
+            case calls.Allocate():
                 self._tokens += 1
-                return reply(call, control.Allocated(self._tokens))
-            case control.ConfigureExecutionBurst():
+                return reply(call, self._tokens)
+            case calls.ConfigureExecutionBurst():
                 self._burst(call.body, fds)
-                return reply(call, control.Configured(1))
-        return reply(call, control.Done())
+                return reply(call, 1)
+        return reply(call, None)
 
-    def _burst(self, body: control.ConfigureExecutionBurst, fds: list[int]) -> None:
+    def _burst(self, body: calls.ConfigureExecutionBurst, fds: list[int]) -> None:
         """Answer the burst's requests in a thread of its own, until it ends."""
         channels = []
         for message in (body.request_channel, body.result_channel):
-            own, fds[:] = fds[: message.fds], fds[message.fds :]
-            channels.append(MessageQueue.attach(MQDescriptor(message.grantors, message.quantum, MQFlavor(message.flavor), tuple(own))))
+            fds[:] = [fd for fd in fds if fd not in message.fds]
+            channels.append(MessageQueue.attach(MQDescriptor(message.grantors, message.quantum, MQFlavor(message.flavor), message.fds)))
         threading.Thread(target=self._answer, args=channels, daemon=True).start()
 
     def _answer(self, requests: MessageQueue, results: MessageQueue) -> None:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 import aionn
 from aionn.hal.types import ErrorStatus
-from aionn.remote.handles import RemoteBurstContext
+from aionn.remote.device import RemoteBurstContext
 from aionn.testing import identity_model
 from tests.leaks import leak_check
 from tests.runtime.damaging_engine import COMPUTE_LONG, FREEZE_PAGE, LOSE_NEXT, NAME

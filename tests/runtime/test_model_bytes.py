@@ -16,8 +16,9 @@ from aionn.engines.reference import ReferenceEngine
 from aionn.errors import CallerError, CompilationError
 from aionn.hal import CompileOptions, Operand, OperandType, ValueKind, ValueType, model_bytes
 from aionn.hal.types import Default
-from aionn.remote.control import Call, PrepareModel, encode
-from aionn.remote.messages import model_message, options_message
+from aionn.remote.calls import EngineOptionsMessage, PrepareModel
+from aionn.remote.control import CallMessage, encode
+from aionn.remote.device import model_message, options_message
 from aionn.testing import FakeDevice, identity_model
 
 
@@ -48,8 +49,8 @@ def test_the_bytes_lie_in_sealed_memory_and_not_in_the_message() -> None:
     assert not pool.description.writable
     assert (model.format, model.graph, model.name, [operation.domain for operation in model.operations]) == ("toy", b"", "toy.bin", ["toy"])
     assert aionn.Model.from_onnx(identity_model()).format == "onnx"
-    prepare = PrepareModel(model_message(model), options_message(aionn.hal.PrepareOptions(), "any"), None)
-    assert len(encode(Call(1, prepare), 1)) < 1000
+    prepare = PrepareModel(model_message(model), options_message(aionn.hal.PrepareOptions(), EngineOptionsMessage()), None)
+    assert len(encode(CallMessage(1, prepare))[0]) < 1000
 
 
 def test_the_token_is_that_of_the_bytes_and_of_the_border_and_of_the_format() -> None:

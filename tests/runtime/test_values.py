@@ -238,8 +238,8 @@ async def test_large_values_go_through_one_shared_memory_both_ways(monkeypatch: 
         laid.append(found[1] is not None)
         return found
 
-    real = value_calls._laid
-    monkeypatch.setattr(value_calls, "_laid", spy)
+    real = value_calls.laid_out
+    monkeypatch.setattr(value_calls, "laid_out", spy)
     many = [np.full((256, 1024), number, np.float32) for number in range(8)]
     words = np.array([f"word {number}" for number in range(100_000)], object)
     async with leak_check(), aionn.Runtime(start=()) as runtime:

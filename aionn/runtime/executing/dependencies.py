@@ -15,8 +15,8 @@ from aionn.hal.types import Dependency, ErrorStatus, Result
 from aionn.memory.hardware_buffer import HardwareBuffer
 from aionn.memory.limits import NO_DESCRIPTOR_LEFT, allocation_error
 from aionn.memory.memory import Memory
+from aionn.remote.device import RemoteBuffer
 from aionn.remote.fences import check_pollable
-from aionn.remote.handles import RemoteBuffer
 from aionn.runtime.executing.device_memory import DeviceMemory, state_of
 from aionn.runtime.executing.event import Event, error_of, fence_of
 from aionn.runtime.executing.frame_layout import FrameLayout

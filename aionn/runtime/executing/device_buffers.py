@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import anyio
 
 from aionn.errors import DeviceMemoryLostError, DriverDiedError, DriverHungError
-from aionn.remote.handles import RemoteBuffer
+from aionn.remote.device import RemoteBuffer
 from aionn.runtime.executing.device_roles import DeviceRoles
 
 if TYPE_CHECKING:

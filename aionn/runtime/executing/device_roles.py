@@ -10,8 +10,7 @@ from aionn.hal.model import Model
 from aionn.hal.types import BufferDesc, BufferRole, Operand
 from aionn.memory.domain import Dimensions, combine_dimensions, full_shape, given
 from aionn.memory.memory import extents_of
-from aionn.remote.device import RemotePreparedModel
-from aionn.remote.handles import RemoteBuffer
+from aionn.remote.device import RemoteBuffer, RemotePreparedModel
 
 if TYPE_CHECKING:
     from aionn.runtime.serving.planned_model import Prepared

@@ -22,8 +22,7 @@ from aionn.errors import CallerError, ExecutionError, again
 from aionn.hal.types import ErrorStatus
 from aionn.memory.memory import Memory
 from aionn.memory.region import Region
-from aionn.remote.control import Done
-from aionn.remote.handles import RemoteBuffer
+from aionn.remote.device import RemoteBuffer
 from aionn.runtime.executing.device_buffers import BufferPair, losing, lost_with
 from aionn.runtime.serving.members import NotNowError, Rest
 from aionn.runtime.serving.serving import Serving
@@ -221,20 +220,20 @@ class DeviceState:
             await self.buffers.front.copy_from(source, shape, settled)
 
     @contextmanager
-    def copying(self, over: Callable[[bool], None] | None = None) -> Iterator[Callable[[object], None]]:
+    def copying(self, over: Callable[[bool], None] | None = None) -> Iterator[Callable[[BaseException | None], None]]:
         """Count a copy that the driver makes. The driver's call gets what is yielded as `settled`.
 
         `over` is called once, when the copy is over, with whether it was made.
         """
         answered = left = False
 
-        def settled(answer: object) -> None:
+        def settled(error: BaseException | None) -> None:
             nonlocal answered
             if answered:
                 return
             answered = True
             if over is not None:
-                over(isinstance(answer, Done))
+                over(error is None)
             if left:
                 self.uses.left_copies -= 1
                 self.uses.notify()
@@ -242,8 +241,8 @@ class DeviceState:
         try:
             with losing(self.buffers.device):
                 yield settled
-        except Exception:
-            settled(None)  # unless the driver has answered, nothing was sent
+        except Exception as error:
+            settled(error)  # unless the driver has answered, nothing was sent
             raise
         finally:
             if not answered:  # the caller has been cancelled; the driver goes on

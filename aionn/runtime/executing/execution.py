@@ -35,7 +35,7 @@ from aionn.memory.pool import Frame, FramePool, FramesInFlightError
 from aionn.memory.region import Region
 from aionn.pages.app_layout import COMPUTED, COPIED_BYTES, FAILED, FELL_BACK
 from aionn.pages.app_page import BurstSlot
-from aionn.remote.handles import RemoteBuffer
+from aionn.remote.device import RemoteBuffer
 from aionn.runtime.executing.arguments import Arguments, failure_of
 from aionn.runtime.executing.counted import Shown, count_end
 from aionn.runtime.executing.device_buffers import lost_with

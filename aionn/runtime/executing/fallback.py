@@ -29,7 +29,7 @@ from aionn.caching.outcomes import CacheOutcome
 from aionn.errors import AionnError, CallerError, DeadlineError, ExecutionError
 from aionn.hal.model import Model
 from aionn.hal.types import DeviceType, Result
-from aionn.remote.handles import RemoteBuffer
+from aionn.remote.device import RemoteBuffer
 from aionn.runtime.executing.control import fixed_route
 from aionn.runtime.executing.device_memory import DeviceMemory
 from aionn.runtime.executing.execution import Call, Executor

@@ -22,9 +22,8 @@ from typing import Any
 
 from aionn.hal.options import CallOptions
 from aionn.hal.types import Dependency, ErrorStatus, FencedResult, Request
-from aionn.remote.fenced import Fenced, Found
+from aionn.remote.device import Fenced, Found, RemoteBuffer
 from aionn.remote.fences import as_asked, signal_fence
-from aionn.remote.handles import RemoteBuffer
 from aionn.runtime.executing.event import new_fence
 from aionn.runtime.serving.planned_execution import PlannedExecution
 from aionn.runtime.serving.planned_model import PlannedModel

@@ -32,8 +32,7 @@ from aionn.memory.pool import Frame
 from aionn.memory.region import Region
 from aionn.pages.app_layout import DRIVER_BUSY_NS
 from aionn.pages.app_page import BurstSlot
-from aionn.remote.device import RemotePreparedModel
-from aionn.remote.handles import RemoteBuffer, RemoteBurstContext
+from aionn.remote.device import RemoteBuffer, RemoteBurstContext, RemotePreparedModel
 from aionn.runtime.executing.execution import Execution
 from aionn.runtime.executing.frame_layout import FrameLayout
 from aionn.runtime.executing.frames import Frames

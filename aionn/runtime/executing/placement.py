@@ -27,7 +27,7 @@ from aionn.memory.domain import full_shape
 from aionn.memory.hardware_buffer import HardwareBuffer
 from aionn.memory.memory import Memory
 from aionn.memory.region import Access, Region
-from aionn.remote.handles import RemoteBuffer
+from aionn.remote.device import RemoteBuffer
 from aionn.runtime.executing.device_memory import DeviceMemory, state_of
 from aionn.runtime.executing.device_state import DeviceState
 from aionn.runtime.executing.frame_layout import FrameLayout, as_array, false_shapes

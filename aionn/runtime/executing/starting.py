@@ -29,8 +29,7 @@ from aionn.memory.limits import allocation_error
 from aionn.memory.pool import Frame, FramePool, FramesInFlightError
 from aionn.pages.app_layout import FAILED
 from aionn.remote.channel import duplicates
-from aionn.remote.device import RemotePreparedModel
-from aionn.remote.fenced import Fenced, Found
+from aionn.remote.device import Fenced, Found, RemotePreparedModel
 from aionn.remote.fences import Waits, execute_fenced_by
 from aionn.runtime.executing.arguments import check_mapping
 from aionn.runtime.executing.control import control_route

@@ -17,6 +17,7 @@ import signal
 import time
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import anyio
 
@@ -26,9 +27,10 @@ from aionn.hal.types import DeviceType
 from aionn.pages.app_page import traced_until_ns
 from aionn.pages.layout import Activity, LayoutError
 from aionn.pages.page import PageReader
+from aionn.remote.calls import HalCall, LogLine
 from aionn.remote.channel import Descriptors
 from aionn.remote.connection import Connection
-from aionn.remote.control import PROTOCOL, STACKS_SIGNAL, CallBody, ControlError, LogLine, Ready, Refused
+from aionn.remote.control import PROTOCOL, STACKS_SIGNAL, ControlError, Ready, Refused
 from aionn.remote.device import RemoteDevice
 from aionn.remote.failures import error_of
 from aionn.runtime.logs import about
@@ -94,7 +96,7 @@ class DriverProcess:
         self._child = Child(spawned.pid, pidfd, output, self._exited, spawned.exports)
         if reports is not None:
             reports.spawned(spawned.pid)
-        self._calls: asyncio.Queue[tuple[int, CallBody, Descriptors] | None] = asyncio.Queue()
+        self._calls: asyncio.Queue[tuple[int, HalCall[Any], Descriptors] | None] = asyncio.Queue()
         tasks.start_soon(self._answer_calls, name=f"answers to {name}")
         tasks.start_soon(self._watch, settings, name=f"watch over {name}")
         self.connection = Connection(ours, self._call, self._socket_ended, self._greeted)
@@ -170,8 +172,10 @@ class DriverProcess:
                 )
             )
         else:
+            if not greeting.page:
+                raise ControlError("the driver's greeting came without a statistics page")
             try:
-                self._page = PageReader(descriptors.take(), self.life.started_ns)
+                self._page = PageReader(descriptors.take(greeting.page[0]), self.life.started_ns)
             except LayoutError as error:
                 raise ControlError(str(error)) from error
             self._page.trace_until(traced_until_ns())
@@ -184,7 +188,7 @@ class DriverProcess:
 
     # --- while it runs -----------------------------------------------------------------------------------------------
 
-    def _call(self, call_id: int, body: CallBody, descriptors: Descriptors) -> None:
+    def _call(self, call_id: int, body: HalCall[Any], descriptors: Descriptors) -> None:
         if self._remote is None:
             raise CallerError("a driver may call only after it has greeted")
         if isinstance(body, LogLine):

@@ -11,8 +11,7 @@ from collections.abc import Callable, Sequence
 from aionn.hal.model import Model
 from aionn.hal.options import CallOptions
 from aionn.hal.types import IMemory, Request, Result
-from aionn.remote.device import RemoteDevice, RemotePreparedModel, StepRole
-from aionn.remote.handles import RemoteBuffer
+from aionn.remote.device import RemoteBuffer, RemoteDevice, RemotePreparedModel, StepRole
 from aionn.runtime.serving.boundaries import BoundaryLayouts, BoundaryMemory
 from aionn.runtime.serving.planned_execution import Planned, PlannedExecution
 from aionn.runtime.serving.wiring import PlannedStep, Wiring

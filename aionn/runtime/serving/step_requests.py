@@ -13,7 +13,7 @@ from typing import Any
 from aionn.hal.types import DataLocation, ErrorStatus, IMemory, OutputShape, Request, RequestArgument, Result
 from aionn.memory.region import Region
 from aionn.memory.requests import Extent, check_homes, check_request
-from aionn.remote.handles import RemoteBuffer
+from aionn.remote.device import RemoteBuffer
 from aionn.runtime.serving.boundaries import BoundaryLayouts
 from aionn.runtime.serving.wiring import Wiring
 

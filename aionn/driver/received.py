@@ -1,0 +1,190 @@
+"""What came with a control call: memories, cache files and files that options name. They are freed when the call is done with them."""
+
+from __future__ import annotations
+
+import os
+
+from aionn.errors import AionnError, CallerError, CompilationError
+from aionn.hal.interfaces import CacheHandles, PrepareOptions
+from aionn.hal.model import Model
+from aionn.hal.options import EngineOptions
+from aionn.hal.queues import MQDescriptor
+from aionn.hal.types import IMemory, MemoryDescription, MemoryKind
+from aionn.hal.values import from_messages
+from aionn.memory.descriptors import check_description, check_descriptor
+from aionn.memory.memory import Memory
+from aionn.memory.region import Access, MappingError, Region
+from aionn.remote.calls import CacheMessage, EngineOptionsMessage, Fd, LentMemory, ModelMessage, MQMessage, OptionsMessage
+from aionn.remote.channel import Descriptors
+from aionn.tasks import ClosedByWith
+
+
+class Received(ClosedByWith):
+    """The descriptors of one call, and the memories and files that they became."""
+
+    def __init__(self, descriptors: Descriptors) -> None:
+        self._descriptors = descriptors
+        self._closed_with_call: list[Region | _OpenFile | Descriptors] = [descriptors]
+
+    def close(self) -> None:
+        while self._closed_with_call:
+            self._closed_with_call.pop().close()
+
+    def queue(self, message: MQMessage) -> MQDescriptor:
+        """Return a queue, whose descriptors the caller owns from now on."""
+        fds = tuple(map(self._descriptors.take, message.fds))
+        return MQDescriptor(message.grantors, message.quantum, message.flavor, fds)
+
+    def fence(self, fd: Fd) -> int:
+        """Return the fence of an execution, and check that the dependencies have come, too. They are open until the call is done."""
+        self._descriptors.check_arrived()
+        return int(fd)
+
+    def memory(self, lent: LentMemory) -> Region:
+        """Map a memory for an execution or a copy."""
+        region = self._descriptors.attach(lent)
+        self._closed_with_call.append(region)
+        return region
+
+    def part(self, lent: LentMemory, offset: int, length: int | None) -> Memory:
+        """Return the part of a memory that a copy names.
+
+        Raises:
+            CallerError: the part reaches beyond the memory. Nothing was mapped.
+        """
+        description = lent.description
+        check_description(description)
+        end = description.size_bytes if length is None else offset + length
+        if not 0 <= offset < end <= description.size_bytes:
+            raise CallerError(
+                f"the copy names bytes {offset} to {end}, but the memory has {description.size_bytes} bytes; name a part inside the memory"
+            )
+        with Memory(self.memory(lent)) as whole:
+            return whole[offset:end]
+
+    def source(self, lent: LentMemory, offset: int, length: int | None) -> IMemory:
+        """Return the part of a memory that is copied into a buffer.
+
+        Memory that cannot be mapped fails only when the copy reads it. So the copy fails in the buffer, which then has no contents.
+        """
+        try:
+            return self.part(lent, offset, length)
+        except AionnError as error:
+            return _Unmapped(lent.description, error)
+
+    def cache(self, message: CacheMessage) -> CacheHandles:
+        """Return the cache files as the HAL passes them: open until the call is done."""
+        self._descriptors.check_arrived()
+        return CacheHandles(message.model, message.data, message.token, message.keyring)
+
+    def options(self, message: EngineOptionsMessage) -> EngineOptions:
+        """Return options with the files that they name."""
+        opened = {name: _OpenFile(self._descriptors.take(fd)) for name, (_, fd) in message.files.items()}
+        self._closed_with_call.extend(opened.values())
+        return EngineOptions(message.values, {name: digest for name, (digest, _) in message.files.items()}, opened)
+
+    def prepare_options(self, message: OptionsMessage, device: str) -> PrepareOptions:
+        """Return a message as the options for the device of that name, with the files as for `options`."""
+        own = self.options(message.engine)
+        return PrepareOptions(
+            message.preference,
+            message.priority,
+            message.deadline_ns,
+            message.threads,
+            message.open_outputs,
+            message.at_most,
+            message.instances,
+            ((device, own),) if own else (),
+        )
+
+    def model(self, message: ModelMessage) -> Model:
+        """Return the client's model. Files with constants are not mapped, because another process may cut them off at any time.
+
+        Other pools are mapped copy-on-write, so an engine can never write into the app's.
+
+        Raises:
+            CompilationError: memory with constants does not fit its description. Mostly a file has become shorter.
+        """
+        pools: list[IMemory] = []
+        for lent in message.pools:
+            pool: Region | _ConstantsFile
+            try:
+                if lent.description.kind is MemoryKind.MMAP_FD:
+                    pool = _ConstantsFile(self._descriptors.take(lent.fd), lent.description)
+                else:
+                    pool = self._descriptors.attach(lent, Access.PRIVATE)
+            except MappingError as error:
+                why = f"the model's weights cannot be mapped: {error}. If their file was cut off, put it back and read the model again"
+                raise CompilationError(why, reason=str(error)) from error
+            self._closed_with_call.append(pool)
+            pools.append(pool)
+        return Model(
+            graph=message.graph,
+            inputs=from_messages(message.inputs),
+            outputs=from_messages(message.outputs),
+            operations=message.operations,
+            constants=message.constants,
+            pools=tuple(pools),
+            token=message.token,
+            _contents=message.contents,
+        )
+
+
+class _OpenFile:
+    """A file that came with a call. Satisfies `IOptionFile`."""
+
+    def __init__(self, fd: int) -> None:
+        """Take over the descriptor."""
+        self._fd = fd
+
+    def fileno(self) -> int:
+        if self._fd < 0:
+            raise CallerError("the files of a call are open during the call only; copy what must live longer")
+        return self._fd
+
+    def close(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+class _ConstantsFile(_OpenFile):
+    """A file with constants, which are read from its descriptor. Satisfies `IMemory`, but has no view."""
+
+    def __init__(self, fd: int, description: MemoryDescription) -> None:
+        """Take over the descriptor, and check that it is the file that its description says.
+
+        Raises:
+            CallerError: the description can never be right (INVALID_ARGUMENT).
+            MappingError: the descriptor does not fit the description. Mostly the file has become shorter.
+        """
+        super().__init__(fd)
+        self.description = description
+        self.size_bytes = description.size_bytes
+        try:
+            check_description(description)
+            try:
+                check_descriptor(fd, description, write_through=False)
+            except CallerError as error:
+                raise MappingError(str(error)) from error
+        except BaseException:
+            self.close()
+            raise
+
+    def view(self) -> memoryview:
+        raise CallerError("a model's constants in files are not mapped; read them with aionn.graph.constant_arrays")
+
+
+class _Unmapped:
+    """Memory that could not be mapped. Satisfies `IMemory`."""
+
+    def __init__(self, description: MemoryDescription, error: AionnError) -> None:
+        self.description = description
+        self.size_bytes = description.size_bytes
+        self._error = error
+
+    def fileno(self) -> int:
+        raise self._error
+
+    def view(self) -> memoryview:
+        raise self._error

@@ -1,0 +1,373 @@
+"""An `IDevice` as a driver process offers it: control calls become HAL calls on the device.
+
+Every call runs in a separate task. Each object that the client made (a prepared model, a burst or a buffer) is in one table here.
+`aclose` frees all of them when the client has gone.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+import anyio
+from anyio.abc import TaskGroup
+
+from aionn.burst.executors import result_of
+from aionn.driver.received import Received
+from aionn.errors import AionnError, CallerError, CompilationError
+from aionn.hal.interfaces import IBuffer, IBurstContext, IDevice, IPreparedModel
+from aionn.hal.performance import Performance
+from aionn.hal.types import Dependency, FencedResult, IMemory, Result
+from aionn.hal.values import as_messages
+from aionn.memory.descriptors import check_description
+from aionn.memory.region import Region
+from aionn.memory.requests import check_request
+from aionn.remote.calls import (
+    Adopt,
+    Allocate,
+    CloseBurst,
+    ConfigureExecutionBurst,
+    CopyFrom,
+    CopyTo,
+    Execute,
+    ExecuteFenced,
+    ExecuteValues,
+    ExportAgain,
+    Fd,
+    FreeBuffer,
+    FreeMemory,
+    GetMemories,
+    GetSupportedOperations,
+    HalCall,
+    HasRequest,
+    LentMemory,
+    LogLine,
+    Prepared,
+    PrepareModel,
+    PrepareModelFromCache,
+    ReleasePreparedModel,
+)
+from aionn.remote.channel import Descriptors
+from aionn.remote.connection import Connection
+from aionn.remote.control import PROTOCOL, ControlError, Ready
+from aionn.remote.fences import Waits, check_fence, dependency_failed, execute_fenced_by, refusal, settle, since_launch
+from aionn.sandbox.report import Confinement
+
+T = TypeVar("T")
+logger = logging.getLogger("aionn.driver")
+
+
+class Closable(Protocol):
+    """An object that the client made and may close."""
+
+    async def aclose(self) -> None: ...
+
+
+C = TypeVar("C", bound=Closable)
+
+
+class DeviceService:
+    """Serves one client over one socket.
+
+    Args:
+        device: the device that the client uses.
+        sock: the service takes over the socket.
+        tasks: where calls and burst listeners run.
+        page_fd: the descriptor of this process's statistics page, which goes to the client with the greeting. The caller keeps
+            owning the descriptor.
+    """
+
+    def __init__(
+        self,
+        device: IDevice,
+        sock: socket.socket,
+        tasks: TaskGroup,
+        page_fd: int | None = None,
+        confinement: Confinement = Confinement(),  # noqa: B008 -- frozen
+    ) -> None:
+        self._confinement = confinement
+        self._page = () if page_fd is None else (Fd(page_fd),)
+        self._device = device
+        self._tasks = tasks
+        self._prepared: dict[int, IPreparedModel] = {}
+        self._bursts: dict[int, IBurstContext] = {}
+        self._buffers: dict[int, IBuffer] = {}
+        self._waits: dict[int, Waits] = {}  # by prepared model
+        self._last_number = 0
+        self._running: dict[int, anyio.CancelScope] = {}
+        self.ended = anyio.Event()
+        self._connection = Connection(sock, self._call, self._end, on_cancel=self._cancel)
+
+    async def start(self) -> None:
+        """Greet the client, which may call from now on."""
+        cache_files = await self._device.get_number_of_cache_files_needed()
+        device = self._device
+        facts = device.name, device.version, device.type, cache_files, device.priority_matters
+        optional = getattr(device, "optional", device)  # of its engine, or of a device that is written by hand
+        said = getattr(optional, "performance", Performance()), getattr(optional, "providers", ()), getattr(optional, "runs_on", "")
+        self._connection.greet(Ready(PROTOCOL, *facts, *said, self._confinement, self._page))
+
+    def log(self, level: int, name: str, text: str) -> None:
+        """Send a line of this process's log to the client."""
+        self._connection.post(LogLine(level, name, text))
+
+    def _end(self, error: Exception | None) -> None:
+        if error is not None:
+            logger.warning("device %r ends the connection of its client: %s", self._device.name, error)
+        self._connection.end(error if isinstance(error, AionnError) else ControlError("the client has gone"))
+        self.ended.set()
+
+    async def aclose(self) -> None:
+        """Free everything that the client made here."""
+        self._end(None)
+        for number in list(self._waits):
+            self._end_waits(number)
+        for burst in list(self._bursts.values()):
+            await burst.aclose()
+        for buffer in list(self._buffers.values()):
+            await buffer.aclose()
+        for prepared in list(self._prepared.values()):
+            await prepared.aclose()
+        for table in (self._bursts, self._buffers, self._prepared):
+            table.clear()
+
+    def _call(self, call_id: int, body: HalCall[Any], descriptors: Descriptors) -> None:
+        # The scope is known before its task has begun, because the cancellation may be in the same read.
+        scope = self._running[call_id] = anyio.CancelScope()
+        self._tasks.start_soon(self._serve, call_id, scope, body, descriptors, name=type(body).__name__)
+
+    def _cancel(self, call_id: int) -> None:
+        scope = self._running.get(call_id)
+        if scope is not None:
+            scope.cancel()
+
+    async def _serve(self, call_id: int, scope: anyio.CancelScope, body: HalCall[Any], descriptors: Descriptors) -> None:
+        try:
+            # Only calls that may take minutes are stopped. The pools of an execution must stay the driver's until it is done with them.
+            if isinstance(body, GetSupportedOperations | PrepareModel | PrepareModelFromCache | Adopt):
+                with scope:
+                    await self._reply(call_id, body, descriptors)
+                if scope.cancelled_caught:
+                    self._connection.reply_failure(call_id, CallerError("the preparation was cancelled by its caller"))
+            elif isinstance(body, ExecuteValues):
+                await self._execute_values(call_id, body, descriptors)
+            else:
+                await self._reply(call_id, body, descriptors)
+        except Exception as error:  # every call is answered, whatever the device raises
+            descriptors.close()
+            self._connection.reply_failure(call_id, error)
+        finally:
+            self._running.pop(call_id, None)
+            descriptors.close()
+
+    async def _reply(self, call_id: int, body: HalCall[Any], descriptors: Descriptors) -> None:
+        # Closed before the answer, so that a client with the answer can rely on nothing of the call being left.
+        # Views keep alive what an engine uses in place.
+        with Received(descriptors) as received:
+            answer = await self._answer(call_id, body, received)
+        self._connection.reply(call_id, answer)
+
+    async def _answer(self, call_id: int, body: HalCall[Any], received: Received) -> object:
+        device = self._device
+        match body:
+            case Execute():
+                return await self._execute(body, received)
+            case ExecuteFenced():
+                return await self._execute_fenced(call_id, body, received)
+            case GetSupportedOperations(model=message, options=asked):
+                model = received.model(message)
+                # A device that is written by hand need not know of options that no app gives.
+                more = {"options": received.options(asked)} if asked.values else {}
+                return tuple(await device.get_supported_operations(model, **more))
+            case PrepareModel(model=message, options=options, cache=cache):
+                model, asked_for = received.model(message), received.prepare_options(options, device.name)
+                files = () if cache is None else (received.cache(cache),)
+                return self._keep(await device.prepare_model(model, asked_for, *files))
+            case PrepareModelFromCache(options=options, cache=files_message):
+                asked_for = received.prepare_options(options, device.name)
+                return self._keep(await device.prepare_model_from_cache(asked_for, received.cache(files_message)))
+            case Adopt(options=options, cache=files_message):
+                if not hasattr(device, "adopt"):  # one that is written by hand
+                    why = f"device {device.name!r} adopts no compilation of another machine"
+                    raise CompilationError(why, reason=f"refused_by_device: {why}")
+                asked_for, adopted = received.prepare_options(options, device.name), received.cache(files_message)
+                return self._keep(await device.adopt(asked_for, adopted, body.model_digest, body.signed))
+            case ConfigureExecutionBurst():
+                return await self._configure(body, received)
+            case ExportAgain(prepared=number, cache=cache):
+                tuning = getattr(self._model(number), "tuning", None)
+                if tuning is None:
+                    raise CallerError(f"device {device.name!r} offers no better artifact of this model")
+                return str(await tuning.export_again(None if cache is None else received.cache(cache)))
+            case FreeMemory(burst=number, slot=slot):
+                await _known(self._bursts, number, "burst").free_memory(slot)
+            case HasRequest(burst=number, identity=identity):
+                find = getattr(_known(self._bursts, number, "burst"), "has_request", None)  # a device written by hand may lack it
+                return find is None or bool(find(identity))
+            case CloseBurst(burst=number):
+                await _close(self._bursts, number)
+            case ReleasePreparedModel(prepared=number):
+                self._end_waits(number)
+                await _close(self._prepared, number)
+            case Allocate(desc=desc, prepared_models=numbers, input_roles=inputs, output_roles=outputs):
+                buffer = await device.allocate(desc, list(map(self._model, numbers)), inputs, outputs)
+                self._buffers[buffer.token] = buffer
+                return buffer.token
+            case CopyFrom(token=token, source=lent, dimensions=dimensions):
+                buffer = self._buffer(token)
+                await buffer.copy_from(received.source(lent, body.offset, body.length), dimensions)
+            case CopyTo(token=token, target=lent):
+                buffer = self._buffer(token)
+                with received.part(lent, body.offset, body.length) as target:
+                    await buffer.copy_to(target)
+            case FreeBuffer(token=token):
+                await _close(self._buffers, token)
+            case _:
+                raise ControlError(f"the client called {type(body).__name__}, which only an app answers")
+        return None
+
+    def _model(self, number: int) -> IPreparedModel:
+        return _known(self._prepared, number, "prepared model")
+
+    def _buffer(self, token: int) -> IBuffer:
+        return _known(self._buffers, token, "device buffer")
+
+    def _keep(self, prepared: IPreparedModel) -> Prepared:
+        self._last_number += 1
+        self._prepared[self._last_number] = prepared
+        operands = as_messages(prepared.inputs), as_messages(prepared.outputs)
+        contents = getattr(prepared, "contents", b"")  # of a device that copies constants
+        runs_on = getattr(prepared, "runs_on", "")
+        tunes = getattr(getattr(prepared, "tuning", None), "possible", False)
+        return Prepared(self._last_number, *operands, prepared.save_outcome, contents, runs_on, tunes)
+
+    async def _execute(self, body: Execute, received: Received) -> Result:
+        prepared = self._model(body.prepared)
+        try:
+            pools = self._pools(prepared, body, received)
+        except AionnError as error:
+            return result_of(error)
+        return await prepared.execute(body.request, pools, body.measure_timing, body.deadline_ns)
+
+    async def _execute_values(self, call_id: int, body: ExecuteValues, descriptors: Descriptors) -> None:
+        from aionn.driver.values import serve_values  # few models have such values
+
+        executed, region = await serve_values(self._model(body.prepared), body, descriptors)
+        descriptors.close()
+        try:
+            self._connection.reply(call_id, executed)
+        finally:
+            if region is not None:
+                region.close()
+
+    async def _execute_fenced(self, call_id: int, body: ExecuteFenced, received: Received) -> FencedResult:
+        """Execute when the dependencies are done. The memories are checked and mapped before the wait.
+
+        The wait can be cancelled, the run cannot. So the wait is here, and the device gets no dependencies.
+        """
+        began_ns = time.monotonic_ns()
+        fence = received.fence(body.fence)
+        check_fence(fence)
+        given, failed = None, None
+        try:
+            prepared = self._model(body.prepared)
+            pools = self._pools(prepared, body, received)
+            after = [Dependency(each.fd, each.is_event) for each in body.after]
+            failed = await self._wait(call_id, body, after)
+            self._model(body.prepared)  # it may have been released meanwhile
+            if failed is not None:
+                given = dependency_failed(failed)
+        except AionnError as error:
+            given = refusal(error)
+        if given is not None:
+            settle(fence, body.request, given)
+            return FencedResult(given, failed)
+        run = getattr(prepared, "execute_fenced", None) or partial(execute_fenced_by, prepared)  # a device may be older than fences
+        found = await run(body.request, pools, (), fence, body.measure_timing, body.deadline_ns)
+        return FencedResult(found.result, None, since_launch(found.result, time.monotonic_ns() - began_ns))
+
+    async def _wait(self, call_id: int, body: ExecuteFenced, after: Sequence[Dependency]) -> int | None:
+        """Wait for the dependencies of an execution. From its return on the call cannot be cancelled."""
+        scope = self._running[call_id]
+        failed = None
+        with scope:
+            failed = await self._waits.setdefault(body.prepared, Waits()).done(after, body.deadline_ns)
+        del self._running[call_id]
+        if scope.cancel_called:
+            raise CallerError("the execution was cancelled by its caller before it began")
+        return failed
+
+    def _end_waits(self, prepared: int) -> None:
+        """End the executions that wait for their dependencies, because their prepared model is released."""
+        waits = self._waits.pop(prepared, None)
+        if waits is not None:
+            waits.close()
+
+    def _pools(self, prepared: IPreparedModel, body: Execute | ExecuteFenced, received: Received) -> list[IMemory | IBuffer]:
+        """Return the pools of a request. Maps them only after everything that can be checked before is right.
+
+        Raises:
+            CallerError: the request, a token or a description is wrong (INVALID_ARGUMENT). Nothing was mapped.
+            ExecutionError: a descriptor does not fit its description, or cannot be mapped (GENERAL_FAILURE).
+            MemoryAllocationError: a memory has holes that cannot be filled now.
+        """
+        buffers = {pool: self._buffer(pool) for pool in body.pools if isinstance(pool, int)}
+        sizes = []
+        for pool in body.pools:
+            if isinstance(pool, LentMemory):
+                check_description(pool.description)
+            sizes.append(pool.description.size_bytes if isinstance(pool, LentMemory) else 0)
+        wrong = check_request(list(prepared.inputs.items()), list(prepared.outputs.items()), body.request, sizes)
+        if wrong is not None:
+            raise CallerError(wrong)
+        return [received.memory(pool) if isinstance(pool, LentMemory) else buffers[pool] for pool in body.pools]
+
+    async def _configure(self, body: ConfigureExecutionBurst, received: Received) -> int:
+        prepared = self._model(body.prepared)
+        channels = received.queue(body.request_channel), received.queue(body.result_channel)
+        self._last_number += 1
+        number = self._last_number
+        callback = BurstCallback(self._connection, number)
+        self._bursts[number] = await prepared.configure_execution_burst(callback, *channels, body.anticipate)
+        return number
+
+
+async def _close(table: dict[int, C], number: int) -> None:
+    closable = table.pop(number, None)
+    if closable is not None:
+        await closable.aclose()
+
+
+def _known(table: Mapping[int, T], number: int, what: str) -> T:
+    try:
+        return table[number]
+    except KeyError:
+        raise CallerError(f"{what} {number} does not exist in this driver process, or has been released; use one that is open") from None
+
+
+class BurstCallback:
+    """Asks the app for the memories of slots. Satisfies `IBurstCallback`."""
+
+    def __init__(self, connection: Connection, burst: int) -> None:
+        self._connection = connection
+        self._burst = burst
+
+    async def get_memories(self, slots: Sequence[int]) -> Sequence[IMemory]:
+        memories, descriptors = await self._connection.call(GetMemories(self._burst, tuple(slots)))
+        regions: list[Region] = []
+        try:
+            for lent in memories:
+                region = descriptors.attach(lent)
+                regions.append(region)
+                region.forget_descriptor()
+        except BaseException:
+            for region in regions:
+                region.close()
+            raise
+        finally:
+            descriptors.close()
+        return regions

@@ -1,0 +1,292 @@
+"""The table of HAL calls: what the app and a driver ask each other. No I/O.
+
+Each call is one class. Its name and fields are the name and the arguments of the call, and `HalCall[...]` names the type of the answer.
+A field of type `Fd` is a descriptor, which travels beside the message. `control` derives the encoding and the check of everything that
+comes in from these types. A new call needs a class here, a method of `remote.device` that makes it, and a case in `driver.service`.
+"""
+
+from __future__ import annotations
+
+from typing import Generic, TypeVar
+
+import msgspec
+
+from aionn.hal.model import Constant, Operation
+from aionn.hal.options import OptionValue
+from aionn.hal.queues import GrantorDescriptor, MQFlavor
+from aionn.hal.types import BufferDesc, BufferRole, ExecutionPreference, FencedResult, MemoryDescription, Priority, Request, Result
+from aionn.hal.values import Border
+
+A = TypeVar("A")
+
+
+class Fd(int):
+    """A descriptor in a message. Its sender keeps owning it, and its receiver gets a new one (`channel.Descriptors`)."""
+
+    __slots__ = ()
+
+
+class ControlMessage(msgspec.Struct, frozen=True, tag=True, tag_field="verb", forbid_unknown_fields=True, array_like=True):
+    pass
+
+
+class HalCall(ControlMessage, Generic[A], frozen=True):
+    """A call with an answer of type `A`. Its peer may also answer with an error."""
+
+
+# --- what several calls have in common ---------------------------------------------------------------------------------
+
+
+class LentMemory(ControlMessage, frozen=True):
+    """A memory, which the receiver maps."""
+
+    description: MemoryDescription
+    fd: Fd
+
+
+class ModelMessage(ControlMessage, frozen=True):
+    """A `hal.Model`."""
+
+    graph: bytes
+    inputs: tuple[tuple[str, Border], ...]
+    outputs: tuple[tuple[str, Border], ...]
+    operations: tuple[Operation, ...]
+    constants: tuple[Constant, ...]
+    pools: tuple[LentMemory, ...]
+    token: bytes
+    contents: bytes
+
+
+class EngineOptionsMessage(ControlMessage, frozen=True):
+    """The `EngineOptions` of one device. `files` has the digest of each file that an option names, and the open file."""
+
+    values: dict[str, OptionValue] = {}
+    files: dict[str, tuple[bytes, Fd]] = {}
+
+
+class OptionsMessage(ControlMessage, frozen=True):
+    """`PrepareOptions`, with the options of this one device's engine."""
+
+    preference: ExecutionPreference
+    priority: Priority
+    deadline_ns: int | None
+    threads: int
+    open_outputs: tuple[str, ...] = ()
+    at_most: bool = False
+    instances: int = 1
+    engine: EngineOptionsMessage = EngineOptionsMessage()
+
+
+class CacheMessage(ControlMessage, frozen=True):
+    """`CacheHandles`."""
+
+    model: tuple[Fd, ...]
+    data: tuple[Fd, ...]
+    token: bytes
+    keyring: bytes = b""
+
+
+class MQMessage(ControlMessage, frozen=True):
+    """An `MQDescriptor`."""
+
+    grantors: tuple[GrantorDescriptor, ...]
+    quantum: int
+    flavor: MQFlavor
+    fds: tuple[Fd, ...]
+
+
+class DependencyMessage(ControlMessage, frozen=True):
+    """A `Dependency`."""
+
+    fd: Fd
+    is_event: bool
+
+
+# --- answers that have several fields ----------------------------------------------------------------------------------
+
+
+class Prepared(ControlMessage, frozen=True):
+    """A prepared model, with its operands for an app that has loaded the model from a cache.
+
+    Attributes:
+        outcome: what the device did with the cache files of the call; see `IPreparedModel.save_outcome`.
+        contents: what `known_contents` is for the constants that were compiled, if the device copied them.
+        runs_on: what computes the model, if the engine says so.
+        tunes: whether the model may offer a better artifact while it runs.
+    """
+
+    prepared: int
+    inputs: tuple[tuple[str, Border], ...]
+    outputs: tuple[tuple[str, Border], ...]
+    outcome: str = ""
+    contents: bytes = b""
+    runs_on: str = ""
+    tunes: bool = False
+
+
+class Values(ControlMessage, frozen=True):
+    """Strings, sequences, maps or optionals; see `remote.values`.
+
+    Attributes:
+        tree: the values. data: what their tensors hold, if it is small.
+        memory: else the memory that holds it.
+    """
+
+    tree: bytes = b""
+    data: bytes = b""
+    memory: LentMemory | None = None
+
+
+class ExecutedValues(ControlMessage, frozen=True):
+    """The result, and the outputs if it is a success."""
+
+    result: Result
+    outputs: Values = Values()
+
+
+# --- the app asks the driver -------------------------------------------------------------------------------------------
+
+
+class GetSupportedOperations(HalCall[tuple[bool, ...]], frozen=True):
+    model: ModelMessage
+    options: EngineOptionsMessage = EngineOptionsMessage()
+
+
+class PrepareModel(HalCall[Prepared], frozen=True):
+    model: ModelMessage
+    options: OptionsMessage
+    cache: CacheMessage | None
+
+
+class PrepareModelFromCache(HalCall[Prepared], frozen=True):
+    options: OptionsMessage
+    cache: CacheMessage
+
+
+class Adopt(HalCall[Prepared], frozen=True):
+    """Prepare from an artifact that another machine has compiled; see `IDevice.adopt`. The token in `cache` is the entry's key."""
+
+    options: OptionsMessage
+    cache: CacheMessage
+    model_digest: bytes
+    signed: bytes
+
+
+class ReleasePreparedModel(HalCall[None], frozen=True):
+    prepared: int
+
+
+class ExportAgain(HalCall[str], frozen=True):
+    """Ask for a better artifact of a prepared model, or store it in the cache files. The answer is the outcome."""
+
+    prepared: int
+    cache: CacheMessage | None
+
+
+class Execute(HalCall[Result], frozen=True):
+    """Execute. A pool is a memory, or the token of a buffer in the driver."""
+
+    prepared: int
+    request: Request
+    pools: tuple[LentMemory | int, ...]
+    measure_timing: bool
+    deadline_ns: int | None
+
+
+class ExecuteFenced(HalCall[FencedResult], frozen=True):
+    """Execute after the dependencies, and signal the fence. See `IPreparedModel.execute_fenced`."""
+
+    prepared: int
+    request: Request
+    pools: tuple[LentMemory | int, ...]
+    measure_timing: bool
+    deadline_ns: int | None
+    fence: Fd
+    after: tuple[DependencyMessage, ...] = ()
+
+
+class ExecuteValues(HalCall[ExecutedValues], frozen=True):
+    prepared: int
+    inputs: Values
+    measure_timing: bool
+    deadline_ns: int | None
+
+
+class ConfigureExecutionBurst(HalCall[int], frozen=True):
+    """Open a burst. The answer is its number."""
+
+    prepared: int
+    request_channel: MQMessage
+    result_channel: MQMessage
+    anticipate: bool = False
+
+
+class FreeMemory(HalCall[None], frozen=True):
+    burst: int
+    slot: int
+
+
+class HasRequest(HalCall[bool], frozen=True):
+    """Ask whether a burst's listener still has a request to answer. `identity` is that of the request's packet."""
+
+    burst: int
+    identity: int
+
+
+class CloseBurst(HalCall[None], frozen=True):
+    burst: int
+
+
+class Allocate(HalCall[int], frozen=True):
+    """Allocate a buffer. The answer is its token."""
+
+    desc: BufferDesc
+    prepared_models: tuple[int, ...]
+    input_roles: tuple[BufferRole, ...]
+    output_roles: tuple[BufferRole, ...]
+
+
+class CopyFrom(HalCall[None], frozen=True):
+    """Copy a part of a memory into a buffer.
+
+    Attributes:
+        offset: where the part begins in the memory.
+        length: how long the part is. With None it reaches to the memory's end.
+    """
+
+    token: int
+    source: LentMemory
+    dimensions: tuple[int, ...]
+    offset: int = 0
+    length: int | None = None
+
+
+class CopyTo(HalCall[None], frozen=True):
+    """Copy a buffer into a part of a memory. `offset` and `length` are as in `CopyFrom`."""
+
+    token: int
+    target: LentMemory
+    offset: int = 0
+    length: int | None = None
+
+
+class FreeBuffer(HalCall[None], frozen=True):
+    token: int
+
+
+# --- the driver asks the app -------------------------------------------------------------------------------------------
+
+
+class GetMemories(HalCall[tuple[LentMemory, ...]], frozen=True):
+    """Ask for the memories of slots. The answer has them in the same order."""
+
+    burst: int
+    slots: tuple[int, ...]
+
+
+class LogLine(HalCall[None], frozen=True):
+    """A line of the driver's log. Level and logger are as in `logging`."""
+
+    level: int
+    logger: str
+    text: str
