@@ -120,7 +120,7 @@ NO_DESCRIPTORS = Descriptors()
 """Of all messages that come without any."""
 
 
-class ControlChannel:
+class ControlSocket:
     """One end of the control socket. Takes over `sock`."""
 
     def __init__(

@@ -22,7 +22,7 @@ from aionn import trace
 from aionn.errors import AionnError, CallerError, DeadlineError, ExecutionError, again
 from aionn.hal.types import ErrorStatus
 from aionn.remote.calls import HalCall
-from aionn.remote.channel import ControlChannel, Descriptors
+from aionn.remote.channel import ControlSocket, Descriptors
 from aionn.remote.control import CallMessage, Cancel, ControlError, Failed, Message, Ready, Refused, Reply, decode
 from aionn.remote.failures import error_of, failure_of
 from aionn.tasks import Answer, leave_in_child
@@ -68,7 +68,7 @@ class Connection:
         self._on_call = on_call
         self._on_greeting = on_greeting
         self._on_cancel = on_cancel
-        self._channel = ControlChannel(sock, self._message, on_end)
+        self._channel = ControlSocket(sock, self._message, on_end)
         leave_in_child(self)
 
     @property

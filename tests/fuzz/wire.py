@@ -55,7 +55,7 @@ from aionn.hal.values import TypeMessage, ValueKind
 from aionn.memory.requests import check_request
 from aionn.remote import calls, control
 from aionn.remote.calls import Fd, HalCall, LentMemory
-from aionn.remote.channel import ControlChannel, Descriptors
+from aionn.remote.channel import ControlSocket, Descriptors
 from aionn.remote.control import HEADER, ControlError, Message
 from aionn.remote.failures import error_of, failure_of
 from tests.fuzz.choices import Choices
@@ -261,7 +261,7 @@ async def _channel(choices: Choices) -> None:
 
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     theirs.setblocking(False)
-    receiving = ControlChannel(ours, on_message, ends.append)
+    receiving = ControlSocket(ours, on_message, ends.append)
     null = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
     try:
         for _ in range(64):

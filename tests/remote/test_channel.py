@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from aionn.errors import CallerError, ExecutionError
 from aionn.hal.types import ErrorStatus, MemoryDescription, MemoryKind
 from aionn.remote.calls import CopyFrom, Fd, LentMemory
-from aionn.remote.channel import ControlChannel, Descriptors
+from aionn.remote.channel import ControlSocket, Descriptors
 from aionn.remote.control import (
     HEADER,
     MAX_BODY_BYTES,
@@ -50,7 +50,7 @@ class Ear:
         self.messages: list[Message] = []
         self.came: list[Descriptors] = []
         self.ends: list[Exception | None] = []
-        self.channel = ControlChannel(ours, on_message or self._heard, self.ends.append)
+        self.channel = ControlSocket(ours, on_message or self._heard, self.ends.append)
 
     def _heard(self, message: Message, descriptors: Descriptors) -> None:
         self.messages.append(message)
@@ -193,7 +193,7 @@ async def test_frames_that_the_socket_does_not_take_go_out_later_whole_and_in_or
         if len(heard) == 20:
             done.set()
 
-    other = ControlChannel(ear.peer, on_message, lambda error: None)
+    other = ControlSocket(ear.peer, on_message, lambda error: None)
     with anyio.fail_after(30):
         await done.wait()
     assert [message.id for message in heard if isinstance(message, Reply)] == list(range(20))

@@ -17,7 +17,7 @@ import pytest
 from aionn.errors import AionnError, CallerError, DeadlineError, DriverDiedError, ExecutionError
 from aionn.hal.types import BufferDesc, ErrorStatus, MemoryDescription, MemoryKind
 from aionn.remote.calls import Allocate, CopyFrom, Fd, FreeBuffer, LentMemory
-from aionn.remote.channel import ControlChannel, Descriptors
+from aionn.remote.channel import ControlSocket, Descriptors
 from aionn.remote.connection import Connection
 from aionn.remote.control import CallMessage, Cancel, Failed, Message, Reply
 from aionn.remote.failures import failure_of
@@ -34,7 +34,7 @@ class Peer:
 
     def __init__(self, sock: socket.socket) -> None:
         self.heard: list[Message] = []
-        self.channel = ControlChannel(sock, self._hear, lambda error: None)
+        self.channel = ControlSocket(sock, self._hear, lambda error: None)
 
     def _hear(self, message: Message, descriptors: Descriptors) -> None:
         descriptors.close()
