@@ -332,7 +332,8 @@ async def test_an_execution_in_its_fallback_ends_rightly(way: str, event: str, m
             channel = (BurstChannel if way == "burst" else Channel)()
             runs = channel.runs = Runs(cpu, GatedCpu)
             try:
-                async with aionn.Runtime(start=()) as channel.runtime:
+                channel.name = f"fallback {way} {event}"
+                async with aionn.Runtime(name=channel.name, start=()) as channel.runtime:
                     await in_fallback(channel, broken, cpu, event)
             finally:
                 runs.close()
@@ -380,6 +381,8 @@ async def in_fallback(channel: Channel, broken: FakeDevice, cpu: FakeDevice, eve
             assert await channel.begin(11).outcome() == "older"
             assert compilation.device == cpu.name
         assert -1 not in runs.look()
+        if event in ("swap", "kill"):
+            assert channel.ends() == channel.begun
 
 
 @pytest.mark.parametrize("event", ["cancel", "kill", "swap", "aclose"])
@@ -403,6 +406,7 @@ async def streamed(channel: BurstChannel, event: str) -> None:
         async for result in channel.burst.map(frames, depth=3):
             taken.append((result.seq, float(result.outputs["y"][0, 0])))
 
+    before = asyncio.all_tasks()
     consumer = asyncio.ensure_future(take())
     await runs.begun(12)
     if event == "cancel":
@@ -429,6 +433,8 @@ async def streamed(channel: BurstChannel, event: str) -> None:
         assert sorted(value % 1 for _, value in taken) == [value % 1 for _, value in taken], "older ones before newer ones"
     else:
         assert taken == [(0, 10.0), (1, 11.0)][: len(taken) if event == "cancel" else None]
+        await anyio.wait_all_tasks_blocked()
+        assert event == "aclose" or asyncio.all_tasks() <= before, "a stream without a consumer went on"
     if event == "aclose":
         await closing
         return
