@@ -28,6 +28,10 @@ from aionn.runtime import reports
 from aionn.testing import identity_model
 
 HOUSE = f"{Path(aionn.__file__).parent}/"
+DEVICE = ("onnxruntime",)
+SETTLE_S = 0.2
+"""Between two turns, so that drivers answer what the turn before has released, and no step counts that."""
+
 TURNS = ("", "profile", "profile", "profile", "trace", "trace", "trace")
 
 
@@ -124,42 +128,46 @@ def _is_ours(frame: FrameType) -> bool:
 
 async def walked(walk: Walk) -> None:
     """Take every step seven times, on ONNX Runtime."""
-    device = ("onnxruntime",)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "identity.onnx")
         await anyio.Path(path).write_bytes(identity_model())
-        async with aionn.Runtime(state_dir=Path(folder, "state"), start=device) as runtime:
+        async with aionn.Runtime(state_dir=Path(folder, "state"), start=DEVICE) as runtime:
             model = await runtime.load(path)
             name, operand = next(iter(model.inputs.items()))
             inputs = {name: np.ones([size or 4 for size in operand.dimensions or ()], operand.type.dtype)}
-            await (await runtime.compile(model, devices=device)).compute(inputs)
+            await (await runtime.compile(model, devices=DEVICE)).compute(inputs)
             for turn in range(len(TURNS)):
                 walk.next_turn(turn)
-                cache = Path(folder, f"cache{turn}")
-                with walk.step("compile without cache"):
-                    plain = await runtime.compile(model, devices=device)
-                with walk.step("MISS"):
-                    missed = await runtime.compile(await runtime.load(path), devices=device, cache_dir=cache)
-                with walk.step("HIT"):
-                    hit = await runtime.compile(await runtime.load(path), devices=device, cache_dir=cache)
-                kinds = [outcome.kind.name for made in (plain, missed, hit) for outcome in made.outcomes]
-                assert kinds == ["NO_CACHE", "MISS", "HIT"], kinds
-                with walk.step("compute, first of a compilation"):
-                    await hit.compute(inputs)
-                for _ in range(5):
-                    await plain.compute(inputs)
-                with walk.step("compute, hot"):
-                    await plain.compute(inputs)
-                with walk.step("burst, open"):
-                    burst = plain.burst()
-                    await burst.__aenter__()
-                for _ in range(6):
-                    await burst.compute(inputs)
-                with walk.step("burst.compute, usual"):
-                    await burst.compute(inputs)
-                with walk.step("swap"):
-                    await runtime.swap(plain, await runtime.load(path))
-                await burst.aclose()
+                await _turn(walk, runtime, model, path, Path(folder, f"cache{turn}"), inputs)
+                await anyio.sleep(SETTLE_S)
+
+
+async def _turn(walk: Walk, runtime: aionn.Runtime, model: aionn.Model, path: Path, cache: Path, inputs: dict[str, Any]) -> None:
+    """Take every step once. What the steps have made is dropped at the end, outside of all steps."""
+    with walk.step("compile without cache"):
+        plain = await runtime.compile(model, devices=DEVICE)
+    with walk.step("MISS"):
+        missed = await runtime.compile(await runtime.load(path), devices=DEVICE, cache_dir=cache)
+    with walk.step("HIT"):
+        hit = await runtime.compile(await runtime.load(path), devices=DEVICE, cache_dir=cache)
+    kinds = [outcome.kind.name for made in (plain, missed, hit) for outcome in made.outcomes]
+    assert kinds == ["NO_CACHE", "MISS", "HIT"], kinds
+    with walk.step("compute, first of a compilation"):
+        await hit.compute(inputs)
+    for _ in range(5):
+        await plain.compute(inputs)
+    with walk.step("compute, hot"):
+        await plain.compute(inputs)
+    with walk.step("burst, open"):
+        burst = plain.burst()
+        await burst.__aenter__()
+    for _ in range(6):
+        await burst.compute(inputs)
+    with walk.step("burst.compute, usual"):
+        await burst.compute(inputs)
+    with walk.step("swap"):
+        await runtime.swap(plain, await runtime.load(path))
+    await burst.aclose()
 
 
 def main(argv: Sequence[str]) -> None:
