@@ -437,7 +437,7 @@ def in_thread(act: Callable[..., T], *arguments: object) -> asyncio.Future[T]:
 
     The loop's default executor has few threads, and the app uses it too. A disk that hangs must hold up neither the app nor other compiles.
     """
-    loop = running_loop()
+    loop = asyncio.get_running_loop()
     pool = _pools.get(loop)
     if pool is None:
         from concurrent.futures import ThreadPoolExecutor
@@ -485,6 +485,55 @@ async def run_in_thread(act: Callable[..., T], *arguments: object, undo: Callabl
     if undo is not None:
         await run_in_thread(undo, result)
     raise cancelled
+
+
+async def in_time(
+    tasks: Tasks, work: Callable[[], Awaitable[T]], seconds: float | None, late: Callable[[T], Awaitable[None]] | None
+) -> T | None:
+    """Return the result of `work`, or None if `work` takes longer than `seconds`.
+
+    `work` runs as a task of the runtime's. A thread in it may wait for a disk that hangs, and the caller need not wait for that
+    thread. When the runtime closes, the call ends with `CallerError`.
+
+    Args:
+        seconds: how long to wait. None waits for the end.
+        late: gets a result that comes too late, or whose caller was cancelled. `work` is then cancelled. If `late` is None, `work`
+            goes on after the caller has stopped waiting.
+    """
+    import anyio
+
+    answer: Answer[T] = Answer(running_loop())
+    scope = anyio.CancelScope()
+
+    async def run() -> None:
+        try:
+            with scope:
+                result = await work()
+                if not answer.settled:
+                    answer.set(result)
+                elif late is not None:
+                    await late(result)
+        except Exception as error:
+            answer.fail(error)
+        except BaseException:
+            answer.fail(CallerError("the runtime was closed"))
+            raise
+
+    tasks.start_soon(run, name="cache")
+    try:
+        with anyio.move_on_after(seconds):
+            return await answer.wait()
+    except BaseException:
+        if late is not None:
+            scope.cancel()
+            if answer.result is not None:  # the result came together with the cancellation
+                await late(answer.result)
+        raise
+    result = answer.result
+    answer.abandon()
+    if result is None and late is not None:
+        scope.cancel()
+    return result
 
 
 class ThreadWork:
@@ -535,8 +584,7 @@ class ThreadWork:
 
     def run_later(self, act: Callable[[], object]) -> None:
         """Run `act` in a thread soon. The caller does not wait for it."""
-        loop = running_loop()
-        done: asyncio.Future[None] = loop.create_future()
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.running.add(done)
 
         def begin() -> None:
@@ -553,7 +601,7 @@ class ThreadWork:
                 acted.result()  # an error goes to the loop's exception handler, because no caller is left to get it
 
         # Not at once: the thread would take the interpreter from the caller, whose answer must not wait for `act`.
-        loop.call_soon(begin)
+        done.get_loop().call_soon(begin)
 
     def fail_waiting(self, error: CallerError) -> None:
         """Raise `error` in every caller that still waits in `ask`."""

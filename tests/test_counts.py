@@ -18,17 +18,17 @@ from tests.bench import size
 
 # step: calls, files, bytecodes (of Python 3.11)
 MOST: dict[str, tuple[int, int, int]] = {
-    "compile without cache": (400, 55, 8_500),
-    "MISS": (475, 79, 10_000),
-    "HIT": (305, 57, 6_800),
-    "compute, first of a compilation": (450, 51, 12_400),
+    "compile without cache": (240, 42, 5_500),
+    "MISS": (365, 61, 8_300),
+    "HIT": (222, 49, 5_850),
+    "compute, first of a compilation": (375, 46, 10_600),
     "compute, hot": (12, 5, 385),  # 376 or 385 in different runs of the same code
-    "burst, open": (195, 32, 5_500),
+    "burst, open": (165, 31, 5_000),
     "burst.compute, usual": (6, 3, 253),
-    "swap": (1_400, 90, 29_500),
+    "swap": (1_290, 86, 28_800),
 }
-MOST_CODE_LINES = 39_801
-MOST_FILES = 395
+MOST_CODE_LINES = 39_578
+MOST_FILES = 376
 MOST_LINES_OF_C = 5_170
 MOST_NAMES_DEFINED_TWICE = 4
 MOST_VERBS_FOR_AN_END = 22

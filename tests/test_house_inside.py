@@ -100,8 +100,7 @@ def test_no_files_stand_in_a_circle() -> None:
 
 
 RUNTIME_FLOORS = (
-    {"health", "logs", "traced"},
-    {"events"},
+    {"health", "logs", "tracing"},
     {"reports"},
     {"progress"},
     {"imports", "loop", "model", "processes", "serving"},
@@ -109,10 +108,9 @@ RUNTIME_FLOORS = (
     {"preparing"},
     {"executing"},
     {"staging", "streaming"},
-    {"parts"},
-    {"checkup"},
-    {"compilation", "opened"},
-    {"compiles"},
+    {"compilation"},
+    {"health_watch"},
+    {"open_runtime"},
     {"runtime"},
 )
 

@@ -24,7 +24,7 @@ that content, and a false claim must differ from an unknown entry.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -72,35 +72,37 @@ class KeyParts:
             raise CallerError(f"options of a cache key {names}: sort them by name, and give each name once")
 
 
-def _field(tag: int, payload: bytes) -> bytes:
-    return _FIELD.pack(tag, len(payload)) + payload
-
-
 def _sized(payload: bytes) -> bytes:
     return _LENGTH.pack(len(payload)) + payload
 
 
 def encode_parts(parts: KeyParts) -> bytes:
     """Return the canonical encoding, which is the same on every run and machine."""
-    before, version, after = _encoded_around_version(parts)
-    return _MAGIC + before + version + after
+    return _encoded(_MAGIC, _payloads(parts))
 
 
-def _encoded_around_version(parts: KeyParts) -> tuple[bytes, bytes, bytes]:
-    """Return the fields before the device's version, that field, and the fields behind it."""
-    before = _field(_TOKEN, bytes(parts.app_token))
+def _payloads(parts: KeyParts) -> dict[int, bytes]:
+    """Return the payloads by their tags, in rising order."""
+    found = {_TOKEN: bytes(parts.app_token)}
     if parts.operations is not None:
-        before += _field(_OPERATIONS, b"".join([_OPERATION.pack(*operation) for operation in parts.operations]))
+        found[_OPERATIONS] = b"".join([_OPERATION.pack(*operation) for operation in parts.operations])
     # surrogatepass: a device name read from the file system may hold bytes that are not UTF-8.
-    before += _field(_DEVICE, parts.device.encode("utf-8", "surrogatepass"))
-    after = _field(_PREFERENCE, _INT.pack(parts.preference))
+    found[_DEVICE] = parts.device.encode("utf-8", "surrogatepass")
+    found[_VERSION] = parts.device_version.encode("utf-8", "surrogatepass")
+    found[_PREFERENCE] = _INT.pack(parts.preference)
     if parts.priority is not None:
-        after += _field(_PRIORITY, _INT.pack(parts.priority))
+        found[_PRIORITY] = _INT.pack(parts.priority)
     if parts.options:
-        after += _field(
-            _OPTIONS, b"".join([_sized(name.encode("utf-8", "surrogatepass")) + _sized(value) for name, value in parts.options])
-        )
-    return before, _field(_VERSION, parts.device_version.encode("utf-8", "surrogatepass")), after
+        options = [_sized(name.encode("utf-8", "surrogatepass")) + _sized(value) for name, value in parts.options]
+        found[_OPTIONS] = b"".join(options)
+    return found
+
+
+def _encoded(magic: bytes, payloads: Mapping[int, bytes]) -> bytes:
+    encoded = magic
+    for tag, payload in payloads.items():
+        encoded += _FIELD.pack(tag, len(payload)) + payload
+    return encoded
 
 
 def _fields(encoded: bytes) -> Iterator[tuple[int, bytes]]:
@@ -168,9 +170,10 @@ class Keys(NamedTuple):
 
 def encoded_keys(parts: KeyParts) -> Keys:
     """Encode the parts once, and return their keys."""
-    before, version, after = _encoded_around_version(parts)
-    encoded = _MAGIC + before + version + after
-    return Keys(encoded, blake3(encoded).digest(), blake3(_FAMILY_MAGIC + before + after).digest())
+    payloads = _payloads(parts)
+    encoded = _encoded(_MAGIC, payloads)
+    del payloads[_VERSION]
+    return Keys(encoded, blake3(encoded).digest(), blake3(_encoded(_FAMILY_MAGIC, payloads)).digest())
 
 
 def device_token(key: bytes, model_digest: bytes) -> bytes:

@@ -7,7 +7,7 @@ import os
 from aionn.caching.offers import CompileBackend, Offered
 from aionn.caching.outcomes import CacheOutcome
 from aionn.errors import CallerError
-from aionn.runtime.opened import Opened
+from aionn.runtime.open_runtime import OpenRuntime
 from aionn.runtime.runtime import Runtime, opened_of
 
 
@@ -59,8 +59,9 @@ def use_backend(runtime: Runtime, backend: CompileBackend | None) -> None:
     _opened(runtime).devices.backend = backend
 
 
-def _opened(runtime: Runtime) -> Opened:
+def _opened(runtime: Runtime) -> OpenRuntime:
     opened = opened_of(runtime)
     if opened is None:
         raise CallerError("the runtime is not open; use it inside `async with aionn.Runtime() as runtime`")
-    return opened.check()
+    opened.session.check_open()
+    return opened

@@ -3,10 +3,9 @@
 The lines stand in the order of imports. A package or module here imports the ones on lower lines, never the ones beside it or above.
 
     runtime      `Runtime`: opens and closes everything
-    compiles     one call of `Runtime.compile`
-    compilation  `Compilation`: the face of a compiled model                opened     what an open runtime owns, and how it is closed
-    checkup      judges whether the runtime can do the app's work
-    parts        what a compilation consists of, and how it is closed
+    open_runtime what an open runtime owns: compiles models, and closes everything
+    health_watch judges whether the runtime can do the app's work
+    compilation  `Compilation`: the face of a compiled model, and the parts below it
     staging      better stages, made behind the stream and swapped in      streaming    bursts as an app uses them
     executing    one execution: arguments, frames, channels, device memory
     preparing    a model gets ready on a device, from the cache or compiled
@@ -15,8 +14,7 @@ The lines stand in the order of imports. A package or module here imports the on
     model        `Model.load` opens an ONNX file, and reads what is needed when it is needed; `Model.from_onnx` reads it whole
     loop         `run`: a main function on uvloop
     progress     how a compilation and its preparations are shown
-    reports      what a runtime shows on its statistics page, and as events      health  what `Runtime.health` returns
-    events       who listens to what happens (`aionn.events` has the types)
-    logs         what log records carry beside their text                  traced     what connects a runtime to traces
+    reports      what a runtime shows on its statistics page, and as events to those who listen      health  what `Runtime.health` returns
+    logs         what log records carry beside their text                  tracing    what connects a runtime to traces
     imports      what an open runtime needs, imported while a driver starts
 """

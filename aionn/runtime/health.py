@@ -1,4 +1,4 @@
-"""`Health`: whether an open runtime can do the app's work (`Runtime.health`). Only values; `checkup` makes them.
+"""`Health`: whether an open runtime can do the app's work (`Runtime.health`). Only values; `health_watch` makes them.
 
 starting    entered, and no compilation serves yet                                            live
 compiling   a required compilation is being prepared, or waits for another process            live

@@ -23,7 +23,7 @@ from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, TypeGuard, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from aionn.errors import CallerError, ExecutionError, refuse_coroutine
 from aionn.file_ranges import until
@@ -35,7 +35,7 @@ from aionn.hal.types import IMemory, Operand
 from aionn.memory.file_memory import FileMemory
 from aionn.memory.memory import Memory, whole_of
 from aionn.memory.region import PROT_READ, Region
-from aionn.tasks import in_thread
+from aionn.tasks import in_thread, running_loop
 
 if TYPE_CHECKING:
     from aionn.graph.carrying import ModelFile
@@ -64,7 +64,7 @@ class Model(hal_model.Model):
     """
 
     name = ""
-    _lazy: _Lazy | None = None
+    _source: Source | None = None
     _digests: Mapping[str, bytes] | None = None
     _carried: Callable[[hal_model.Model], tuple[ModelFile, ...] | None] | None = None
 
@@ -182,8 +182,8 @@ class Model(hal_model.Model):
         Raises:
             CallerError: the file cannot be a model, or a file cannot be read, or has changed since the model was loaded.
         """
-        if self._lazy is not None:
-            await _in_thread(partial(digest_here, self))
+        if self._source is not None:
+            await _in_thread(partial(self._source.digest, self))
         return self.token
 
     async def read(self) -> None:
@@ -193,19 +193,19 @@ class Model(hal_model.Model):
             CallerError: the file is not an ONNX model, or has changed since the model was loaded.
             CompilationError, MemoryAllocationError: as `from_onnx`.
         """
-        if self._lazy is not None:
-            await _in_thread(partial(read_here, self))
+        if self._source is not None:
+            await _in_thread(partial(self._source.read, self))
 
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> object:
             # A field of a loaded model is missing until it is needed, so Python calls this.
-            lazy = self.__dict__.get("_lazy")
-            if lazy is None or name not in _FIELDS:
+            source = source_of(self)
+            if source is None or name not in _FIELDS:
                 raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
             if name == "token":
                 raise CallerError(f"model {self.name!r} has been loaded but not digested, so its token is not known; await model.digest()")
-            lazy.read(self)
+            source.read(self)
             return self.__dict__[name]
 
     def __repr__(self) -> str:
@@ -233,26 +233,37 @@ def _set(model: hal_model.Model, **values: object) -> None:
 def model_of_files(file: OpenFile, beside: Beside, kind: type[Model] = Model) -> Model:
     """Return a loaded model, whose own file is open."""
     model = kind.__new__(kind)
-    _set(model, _lazy=_Lazy(file, beside), name=file.path.name)
-    _set(model, _carried=lambda _: import_module("aionn.graph.carrying").carried_files(file, beside))
+    source = _Files(file, beside)
+    _set(model, _source=source, name=file.path.name, _carried=lambda _: import_module("aionn.graph.carrying").carried_files(file, beside))
     return model
 
 
-def digest_here(model: Model) -> None:
-    """Digest a model in the calling thread, as `Model.digest` does. Blocking."""
-    if model._lazy is not None:
-        model._lazy.digest(model)
+class Source(Protocol):
+    """What a model's token and graph are made of when they are needed. Its methods block, and may be called in several threads at once."""
+
+    def digest(self, model: Any) -> None:
+        """Give the model its token. Compare the token with the present contents if it has one."""
+
+    def read(self, model: Any) -> None:
+        """Give the model its graph. Check that the contents are still the same if it has one."""
+
+    def compiled(self, model: Any, contents: bytes) -> None:
+        """Check that a driver has compiled the weights that the model had before. The first compilation says what they are.
+
+        The times of a file cannot show this: they can be set back, and they move also where another file takes the name.
+
+        Args:
+            contents: what `known_contents` is for the weights that were compiled.
+
+        Raises:
+            CallerError: they are others.
+        """
 
 
-def read_here(model: Model) -> None:
-    """Read a model's graph in the calling thread, as `Model.read` does. Blocking."""
-    if model._lazy is not None:
-        model._lazy.read(model)
-
-
-def is_loaded(model: hal_model.Model) -> TypeGuard[Model]:
-    """Return whether a model has files, which may be digested and read."""
-    return isinstance(model, Model) and model._lazy is not None
+def source_of(model: hal_model.Model) -> Source | None:
+    """Return the source of a model that may lack its token or its graph: files, or the plan of which it is a step."""
+    found: Source | None = model.__dict__.get("_source")
+    return found
 
 
 def is_read(model: hal_model.Model) -> bool:
@@ -289,23 +300,9 @@ async def content_of(model: hal_model.Model) -> tuple[ModelFile, ...] | None:
     return None if carried is None else await _in_thread(lambda: carried(model))
 
 
-def check_compiled(model: hal_model.Model, contents: bytes) -> None:
-    """Check that a driver has compiled the weights that a loaded model had before. The first compilation says what they are.
-
-    The times of a file cannot show this: they can be set back, and they move also where another file takes the name.
-
-    Args:
-        contents: what `known_contents` is for the weights that were compiled.
-
-    Raises:
-        CallerError: they are others.
-    """
-    if isinstance(model, Model) and model._lazy is not None:
-        model._lazy.compiled(model, contents)
-
-
 async def _in_thread(work: Callable[[], T]) -> T:
     """Run `work` in a thread. A cancelled caller leaves at once, and the thread ends when it has read its present chunk."""
+    running_loop()  # raises under another async library than asyncio
     left = threading.Event()
     try:
         return await in_thread(until, left.is_set, work)
@@ -313,8 +310,8 @@ async def _in_thread(work: Callable[[], T]) -> T:
         left.set()
 
 
-class _Lazy:
-    """The files of a loaded model, and what has been read of them. Its methods block, and may be called in several threads at once."""
+class _Files:
+    """The files of a loaded model, and what has been read of them (`Source`)."""
 
     def __init__(self, file: OpenFile, beside: Beside) -> None:
         self._file, self._beside = file, beside
@@ -324,7 +321,7 @@ class _Lazy:
         self._digesting, self._reading, self._joining = threading.Lock(), threading.Lock(), threading.Lock()
 
     def digest(self, model: Model) -> None:
-        """Give the model its token. Compare the token with the present files if it has one."""
+        """See `Source.digest`."""
         with self._digesting:
             before = self._digested
             if before is not None and check_files(self._file, self._beside):
@@ -338,7 +335,7 @@ class _Lazy:
             self._join(model, now, None)
 
     def read(self, model: Model) -> None:
-        """Give the model its graph. Check that the files are still the same if it has one."""
+        """See `Source.read`."""
         with self._reading:
             check_files(self._file, self._beside)
             if self._read is not None:
@@ -367,7 +364,7 @@ class _Lazy:
             _set(model, graph=whole.graph, operations=whole.operations, constants=whole.constants, pools=whole.pools)
 
     def compiled(self, model: Model, contents: bytes) -> None:
-        """Note which weights were compiled. Compare them with those that were digested or compiled before."""
+        """See `Source.compiled`."""
         with self._joining:
             if hal_model.known_contents(model) and hal_model.known_contents(model) != contents:
                 raise changed(self._file.where)

@@ -1,8 +1,8 @@
 """How a compilation and its preparations are shown: on the statistics page, as events, in `Health`, and to `compile(on_event=)`.
 
 `CompilationReports` is one for each compilation. Each preparation of its model has a `Progress`. The code that prepares does not hold it.
-It says `step(device, COMPILING)`, and the `Progress` whose `with` block the code runs in shows that step. A context variable finds it, and
-tasks inherit the variable from the task that starts them. A model that is cut over two devices is in two steps at the same time.
+It says `current.get().enter(device, COMPILING)`, and the `Progress` whose `with` block the code runs in shows that step. Tasks inherit the
+context variable `current` from the task that starts them. A model that is cut over two devices is in two steps at the same time.
 
 Invariants
     Every `Progress` that begins publishes `CompileStarted`, and then `CompileDone` once, also if it fails or is cancelled.
@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar, Token
 from types import TracebackType
-from typing import Literal
+from typing import Literal, Self
 
 import msgspec
 
@@ -26,8 +26,7 @@ from aionn.caching.outcomes import CacheOutcome, CacheOutcomeKind, MissReason, R
 from aionn.errors import CallerError
 from aionn.events import CompileDone, CompileStarted, CompileStep, CompileWaiting, Event
 from aionn.hal.types import Priority
-from aionn.runtime.events import Listener
-from aionn.runtime.reports import Reports
+from aionn.runtime.reports import Listener, Reports
 
 STARTING = "starting the driver"
 READING = "reading the model"
@@ -55,7 +54,6 @@ _MOST_CHARACTERS = 200
 _WORST_FIRST = (CacheOutcomeKind.MISS, CacheOutcomeKind.DECLINED, CacheOutcomeKind.NO_CACHE, CacheOutcomeKind.HIT)
 
 _numbers = itertools.count()
-_watching: ContextVar[Progress | None] = ContextVar("aionn progress", default=None)
 _expected: ContextVar[Progress | None] = ContextVar("aionn expected compilation", default=None)
 
 
@@ -89,23 +87,16 @@ class CompilationReports:
         self.low_priority = priority is Priority.LOW
         self._listener = None if named.on_event is None else Listener(named.on_event, named.name)
 
-    @property
-    def heard(self) -> bool:
-        """Whether an event would reach a listener."""
-        return self._listener is not None or bool(self.of_runtime.events.streams)
-
     def publish(self, event: Event) -> None:
         """Give an event to the listeners of the runtime and of the compilation."""
-        self.of_runtime.publish(event)
-        self._hear(event)
+        if self.of_runtime.events.streams:
+            self.of_runtime.publish(event)
+        if self._listener is not None:
+            self._listener(event)
 
     def _hear(self, event: Event) -> None:
         if self._listener is not None:
             self._listener(event)
-
-    def compiled(self, device: str, outcome: CacheOutcome | None, took_ns: int) -> None:
-        """Count a preparation on a device. `outcome`: None if it failed."""
-        self.of_runtime.compiled(device, self.low_priority, outcome, took_ns)
 
     def cache_refused(self, directory: str, device: str, refusal: Refusal | None) -> None:
         """Report that an entry of a cache, or a new artifact, was refused. Reasons that show no fault are left out."""
@@ -121,17 +112,69 @@ class CompilationReports:
         self.of_runtime.stage_swapped(self.named.name, stage, held_ns)
 
 
-class Progress:
-    """One preparation of a compilation's model, which begins and ends with the `with` block.
+class OneDevice(msgspec.Struct):
+    """One preparation on one device.
+
+    Attributes:
+        outcome: how it came out, or None if it failed.
+        unfit: whether the device cannot run the whole model. Another device is tried then, so this is not counted.
+    """
+
+    outcome: CacheOutcome | None = None
+    unfit: bool = False
+
+
+class Unwatched:
+    """A preparation of which nothing is shown, also in the `with` block of a `Progress`.
 
     Attributes:
         named: how the compilation is shown.
+        outcomes: assign them when everything is prepared.
+    """
+
+    def __init__(self, named: Named) -> None:
+        self.named = named
+        self.outcomes: Sequence[CacheOutcome] = ()
+        self._before: Token[Unwatched]
+
+    def __enter__(self) -> Self:
+        self._before = current.set(self)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        current.reset(self._before)
+
+    def enter(self, device: str, step: str, expected_s: float | None = None) -> None:
+        """Begin a step on a device. `expected_s`: what the cache knows about it. None: what the compilation's last preparation took."""
+
+    def says(self, device: str, words: str) -> None:
+        """Show the words of a compile backend as the step of a device. They belong to the step that has begun, which goes on."""
+
+    def waits(self, device: str) -> None:
+        """Report that another process or compilation compiles the same."""
+
+    def refused(self, directory: str, device: str, refusal: Refusal | None) -> None:
+        """Report that an entry of a cache, or a new artifact, was refused."""
+
+    def on(self, device: str) -> AbstractContextManager[OneDevice]:
+        """Count the body as one preparation on a device. The body sets `outcome` of what this yields."""
+        return nullcontext(OneDevice())
+
+
+current: ContextVar[Unwatched] = ContextVar("aionn progress", default=Unwatched(Named()))  # noqa: B039 - nothing changes it
+"""The preparation that the running code is a part of."""
+
+
+class Progress(Unwatched):
+    """One preparation of a compilation's model, which begins and ends with the `with` block.
+
+    Attributes:
         cause: "first", or why it is prepared again: "death" of its driver, or "idle" time. None if the app does not wait for it.
         device: where it is prepared. At first that of the first candidate.
         step: what is done now. While a compile backend is asked, the words that it reports.
         step_ns: when the step began (CLOCK_MONOTONIC).
         failure: why the last attempt failed, in words, and whether there will be another one. Else empty.
-        outcomes: assign them when everything is prepared. Without them the preparation counts as failed.
+        outcomes: without them the preparation counts as failed.
     """
 
     def __init__(
@@ -144,23 +187,21 @@ class Progress:
             on_step: called with each step that begins.
             cause: why the app waits for this preparation. None if the app does not, so that `Health` does not show it.
         """
-        self.named = reports.named
+        super().__init__(reports.named)
         self.cause = cause
         self.device = device
         self.step = STARTING
         self._began_ns = self.step_ns = time.monotonic_ns()
         self.failure = ""
-        self.outcomes: Sequence[CacheOutcome] = ()
         self._reports = reports
         self._on_step = on_step
         self._number = -1
         self._expected: Progress | None = None
-        self._before: Token[Progress | None]
         self._steps: dict[str, tuple[str, int]] = {}
         self._failure_counted = False
 
-    def __enter__(self) -> Progress:
-        self._before = _watching.set(self)
+    def __enter__(self) -> Self:
+        self._before = current.set(self)
         if self.cause is not None:
             expected = _expected.get()
             if expected is not None and expected.named.name == self.named.name:
@@ -168,17 +209,17 @@ class Progress:
             else:
                 self._number = next(_numbers)
             self._reports.of_runtime.under_way[self._number] = self
-        if self._reports.heard:
-            self._reports.publish(CompileStarted(compilation=self.named.name, device=self.device))
+        self._reports.publish(CompileStarted(compilation=self.named.name, device=self.device))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        _watching.reset(self._before)
-        took_ns = time.monotonic_ns() - self._began_ns
+        current.reset(self._before)
+        now_ns = time.monotonic_ns()
+        took_ns = now_ns - self._began_ns
         outcome, reason, device = "failed", "it was cancelled", self.device
         if error is None and self.outcomes:
-            for name in list(self._steps):
-                self._end_step(name)
+            for name, (step, began_ns) in self._steps.items():
+                self._reports.took_s[name, step] = (now_ns - began_ns) / 1e9
             worst = self.outcomes[0]
             device = worst.device
             if len(self.outcomes) > 1:
@@ -190,10 +231,10 @@ class Progress:
             if isinstance(error, Exception):
                 reason = str(error)
             if not self._failure_counted and device and not isinstance(error, CallerError):
-                self._reports.compiled(device, None, took_ns)
-        if self._reports.heard:
-            done = CompileDone(compilation=self.named.name, device=device, outcome=outcome, reason=reason, seconds=took_ns / 1e9)
-            self._reports.publish(done)
+                runtime = self._reports.of_runtime
+                runtime.compiled(runtime.device(device, self._reports.low_priority), None, took_ns)
+        done = CompileDone(compilation=self.named.name, device=device, outcome=outcome, reason=reason, seconds=took_ns / 1e9)
+        self._reports.publish(done)
         if self._expected is not None:
             self._expected.device = self.device
             self._reports.of_runtime.under_way[self._number] = self._expected
@@ -206,29 +247,26 @@ class Progress:
         return self._began_ns if self._expected is None else self._expected.began_ns
 
     def enter(self, device: str, step: str, expected_s: float | None = None) -> None:
-        """Begin a step on a device; see `step`."""
-        if device in self._steps:
-            self._end_step(device)
         now_ns = time.monotonic_ns()
+        if device in self._steps:
+            ended, began_ns = self._steps[device]
+            self._reports.took_s[device, ended] = (now_ns - began_ns) / 1e9
         self._steps[device] = step, now_ns
         if self.step != step or self.device != device:
             self.step_ns = now_ns
         self.device, self.step = device, step
         if self._on_step is not None:
             self._on_step(step)
-        if self._reports.heard:
-            expected_s = self._reports.took_s.get((device, step)) if expected_s is None else expected_s
-            self._reports.publish(CompileStep(compilation=self.named.name, device=device, step=step, expected_s=expected_s))
+        expected_s = self._reports.took_s.get((device, step)) if expected_s is None else expected_s
+        self._reports.publish(CompileStep(compilation=self.named.name, device=device, step=step, expected_s=expected_s))
 
     def says(self, device: str, words: str) -> None:
-        """Show the words of a compile backend as the step of a device. They belong to the step that has begun, which goes on."""
         self.device, self.step, self.step_ns = device, " ".join(words.split())[:_MOST_CHARACTERS], time.monotonic_ns()
         if self._on_step is not None:
             self._on_step(self.step)
         self._reports.publish(CompileStep(compilation=self.named.name, device=device, step=self.step))
 
     def waits(self, device: str) -> None:
-        """Report that another process or compilation compiles the same."""
         self.device, self.step, self.step_ns = device, WAITING, time.monotonic_ns()
         self._reports.publish(CompileWaiting(compilation=self.named.name, device=device))
 
@@ -236,38 +274,22 @@ class Progress:
         """Note that an attempt of an expected compilation has failed."""
         self.failure, self.step, self.step_ns = why, FAILED, time.monotonic_ns()
 
-    def _end_step(self, device: str) -> None:
-        step, began_ns = self._steps.pop(device)
-        self._reports.took_s[device, step] = (time.monotonic_ns() - began_ns) / 1e9
-
     @contextmanager
     def on(self, device: str) -> Iterator[OneDevice]:
-        """See `counted`."""
-        attempt, began_ns, reports = OneDevice(), time.monotonic_ns(), self._reports
-        reports.of_runtime.compiling(device, reports.low_priority, 1)
+        attempt, began_ns, runtime = OneDevice(), time.monotonic_ns(), self._reports.of_runtime
+        low_priority = self._reports.low_priority
+        slot = runtime.device(device, low_priority)
+        runtime.compiling(slot, device, low_priority, 1)
         try:
             yield attempt
         finally:
-            reports.of_runtime.compiling(device, reports.low_priority, -1)
+            runtime.compiling(slot, device, low_priority, -1)
             if not attempt.unfit:
                 self._failure_counted = attempt.outcome is None
-                reports.compiled(device, attempt.outcome, time.monotonic_ns() - began_ns)
+                runtime.compiled(slot, attempt.outcome, time.monotonic_ns() - began_ns)
 
     def refused(self, directory: str, device: str, refusal: Refusal | None) -> None:
-        """Report that an entry of a cache, or a new artifact, was refused."""
         self._reports.cache_refused(directory, device, refusal)
-
-
-class OneDevice(msgspec.Struct):
-    """One preparation on one device.
-
-    Attributes:
-        outcome: how it came out, or None if it failed.
-        unfit: whether the device cannot run the whole model. Another device is tried then, so this is not counted.
-    """
-
-    outcome: CacheOutcome | None = None
-    unfit: bool = False
 
 
 @contextmanager
@@ -282,58 +304,3 @@ def expecting(reports: Reports, name: str, required: bool) -> Iterator[Progress]
     finally:
         _expected.reset(before)
         del reports.under_way[number]
-
-
-# --- what the code that prepares says ----------------------------------------------------------------------------------
-
-
-def model_name() -> str:
-    """Return the name of the compilation that is being prepared, for log lines. Empty if nothing shows it."""
-    progress = _watching.get()
-    return "" if progress is None else progress.named.name
-
-
-def step(device: str, what: str, expected_s: float | None = None) -> None:
-    """Say that a step begins on a device.
-
-    Args:
-        expected_s: what the cache knows about it. None: what the compilation's last preparation took.
-    """
-    progress = _watching.get()
-    if progress is not None:
-        progress.enter(device, what, expected_s)
-
-
-@contextmanager
-def unwatched() -> Iterator[None]:
-    """Show nothing of the body, not even as a part of the preparation that it was started in."""
-    before = _watching.set(None)
-    try:
-        yield
-    finally:
-        _watching.reset(before)
-
-
-def watched() -> Progress | None:
-    """Return the preparation that this code is a part of, for what is said in another context. None if nothing shows it."""
-    return _watching.get()
-
-
-def waits(device: str) -> None:
-    """Say that another process or compilation compiles the same."""
-    progress = _watching.get()
-    if progress is not None:
-        progress.waits(device)
-
-
-def refused(directory: str, device: str, refusal: Refusal | None) -> None:
-    """Say that an entry of a cache, or a new artifact, was refused."""
-    progress = _watching.get()
-    if progress is not None:
-        progress.refused(directory, device, refusal)
-
-
-def counted(device: str) -> AbstractContextManager[OneDevice]:
-    """Count the body as one preparation on a device. The body sets `outcome` of what this yields."""
-    progress = _watching.get()
-    return nullcontext(OneDevice()) if progress is None else progress.on(device)

@@ -39,12 +39,12 @@ if TYPE_CHECKING:
     from aionn.hal.model import Model
     from aionn.needs import Needs
     from aionn.runtime.compilation import Compilation
-    from aionn.runtime.events import EventStream
     from aionn.runtime.executing.device_memory import DeviceMemory
     from aionn.runtime.health import Health, HealthPolicy
     from aionn.runtime.model import Model as AppModel
-    from aionn.runtime.opened import Opened
+    from aionn.runtime.open_runtime import OpenRuntime
     from aionn.runtime.processes.devices import Device
+    from aionn.runtime.reports import EventStream
     from aionn.runtime.staging.stage import StagePolicy
 
 T = TypeVar("T")
@@ -117,7 +117,7 @@ class Runtime(AsyncOnly):
         confined = checked_sandbox(sandbox), checked_driver_env(driver_env), checked_engine_needs(engine_needs)
         self._settings = Settings(checked_state_dir(state_dir), checked_seconds("hang_s", hang_s), most, *confined)
         self._start = checked_start(start)
-        self._owned: Opened | None = None
+        self._owned: OpenRuntime | None = None
 
     async def __aenter__(self) -> Runtime:
         await self.open()
@@ -142,9 +142,9 @@ class Runtime(AsyncOnly):
         try:
             import_needed()
             from aionn.runtime.health import checked_policy
-            from aionn.runtime.opened import Opened
+            from aionn.runtime.open_runtime import OpenRuntime
 
-            self._owned = Opened(loop, self._settings, self.name, checked_policy(self._health_policy))
+            self._owned = OpenRuntime(loop, self._settings, self.name, checked_policy(self._health_policy))
             await self._owned.open()
             self._owned.session.check_open()  # it may have been closed meanwhile
             self._owned.devices.start_early(self._start, early)
@@ -168,20 +168,21 @@ class Runtime(AsyncOnly):
         await opened.aclose()
 
     @property
-    def _opened(self) -> Opened:
-        """What the runtime owns since it was opened.
+    def _opened(self) -> OpenRuntime:
+        """What the runtime owns while it is open.
 
         Raises:
-            CallerError: it has not been opened.
+            CallerError: it has not been opened, or was closed; or this is another process or another event loop.
         """
         if self._owned is None:
             raise CallerError("the runtime is not open; use it inside `async with aionn.Runtime() as runtime`")
+        self._owned.session.check_open()
         return self._owned
 
     @property
     def devices(self) -> list[Device]:
         """Every device this runtime knows, best first: the installed ones and those asked for by class."""
-        return self._opened.check().devices.known
+        return self._opened.devices.known
 
     def events(self) -> EventStream:
         """Return a stream of what happens in the runtime from now on: compiles, drivers, stages, refused cache entries, dropped frames.
@@ -197,9 +198,9 @@ class Runtime(AsyncOnly):
             ...     if isinstance(event, aionn.events.DriverEnded) and event.cause != "closed":
             ...         print(f"the driver of {event.device} ended: {event.cause}")
         """
-        from aionn.runtime.events import EventStream
+        from aionn.runtime.reports import EventStream
 
-        return EventStream(self._opened.check().session.reports.events)
+        return EventStream(self._opened.session.reports.events)
 
     async def compile(
         self,
@@ -273,7 +274,7 @@ class Runtime(AsyncOnly):
             DeadlineError: it took longer than `timeout_s`.
             DriverDiedError, DriverHungError: the driver went away meanwhile.
         """
-        from aionn.runtime.compiles import Asked, compiled
+        from aionn.runtime.open_runtime import Asked
 
         asked = Asked(
             model=model,
@@ -295,7 +296,7 @@ class Runtime(AsyncOnly):
             required=required,
             on_event=on_event,
         )
-        return await compiled(self._opened.check(), asked, self._settings.threads)
+        return await self._opened.compile(asked)
 
     def health(self) -> Health:
         """Return whether the runtime can do the app's work now. It waits for nothing, and any thread may call it, at any time.
@@ -322,7 +323,7 @@ class Runtime(AsyncOnly):
         """
         from aionn.runtime.model import Model as AppModel
 
-        self._opened.check()
+        _ = self._opened  # raises unless the runtime is open
         return await AppModel.load(path)
 
     async def allocate(
@@ -356,7 +357,7 @@ class Runtime(AsyncOnly):
         """
         from aionn.runtime.compilation import allocate_for
 
-        return await allocate_for(self._opened.check().session, inputs, outputs, shape, timeout_s)
+        return await allocate_for(self._opened.session, inputs, outputs, shape, timeout_s)
 
     async def swap(self, compilation: Compilation, model: Model, *, timeout_s: float | None = None) -> None:
         """Let another model take over a compilation and its open bursts, between two executions: the app's own new version.
@@ -380,7 +381,7 @@ class Runtime(AsyncOnly):
         from aionn.runtime.compilation import Compilation, parts_of
         from aionn.runtime.staging.swapping import swap_model
 
-        session = self._opened.check().session
+        session = self._opened.session
         if not isinstance(compilation, Compilation) or (parts := parts_of(compilation)).session is not session:
             raise CallerError("swap takes a compilation of this runtime")
         about = trace.about(model=parts.renewal.named.name)
@@ -389,7 +390,7 @@ class Runtime(AsyncOnly):
             await swap_model(parts.new_model(), model, timeout_s)
 
 
-def opened_of(runtime: Runtime) -> Opened | None:
+def opened_of(runtime: Runtime) -> OpenRuntime | None:
     """Return what an open runtime owns, for packages above. None before it is opened."""
     return runtime._owned
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import weakref
+from asyncio import _get_running_loop  # as in `burst`
 
 from aionn.errors import CallerError
 from aionn.runtime.processes.devices import Devices
@@ -60,6 +61,8 @@ class Session:
         Raises:
             CallerError: the runtime was closed, or this is another process or another event loop.
         """
+        if self._open and os.getpid() == self._pid and _get_running_loop() is self.loop:
+            return
         if self.inherited:
             raise CallerError("this runtime belongs to the process that opened it, of which this one is a child; open one in this process")
         if not self._open:
@@ -67,8 +70,8 @@ class Session:
             if failure is not None:
                 raise CallerError(f"the runtime was ended by an internal error ({type(failure).__name__}); open a new one") from failure
             raise CallerError("the runtime is not open; use it inside `async with aionn.Runtime() as runtime`")
-        if running_loop() is not self.loop:
-            raise CallerError("this runtime belongs to another event loop; a runtime is used in the loop that opened it")
+        running_loop()  # raises if no loop runs
+        raise CallerError("this runtime belongs to another event loop; a runtime is used in the loop that opened it")
 
     def check_loop(self) -> None:
         """Check as `check_open` does, for what may still be done after the runtime was closed, such as closing."""

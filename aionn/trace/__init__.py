@@ -19,10 +19,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from pathlib import Path
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from aionn.trace.events import Counter, FrameTimes, Recorded, Span
@@ -47,17 +47,8 @@ captured_ns: ContextVar[int] = ContextVar("aionn.trace.captured_ns", default=0)
 """When the frame was captured that this task sends, in CLOCK_MONOTONIC, or 0. Native code asks for it while frames are traced."""
 
 
-class _Silent(AbstractContextManager["_Silent"]):
-    """The object that `span` and `captured_at` return where there is nothing to do."""
-
-    def __enter__(self) -> _Silent:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        return None
-
-
-_SILENT = _Silent()
+_SILENT: AbstractContextManager[None] = nullcontext()
+"""What `span` and `captured_at` return where there is nothing to do."""
 
 
 @contextmanager

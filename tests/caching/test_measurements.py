@@ -18,8 +18,7 @@ from aionn import trace
 from aionn.caching import StageMeasurement
 from aionn.caching.measurements import KEPT_S
 from aionn.caching.store import CacheStore, PruneReport
-from aionn.caching.store.history import History
-from aionn.caching.store.index import Index
+from aionn.caching.store.index import History, Index
 from tests.caching.entries import stored, wanted
 
 pytestmark = pytest.mark.anyio

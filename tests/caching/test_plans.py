@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from aionn.caching.store import CacheStore, history
-from aionn.caching.store.history import History
-from aionn.caching.store.index import Index
+from aionn.caching.store import CacheStore
+from aionn.caching.store import index as store_index
+from aionn.caching.store.index import History, Index
 
 pytestmark = pytest.mark.anyio
 SCOPE, OTHER = bytes(32), b"1" * 32
@@ -34,9 +34,9 @@ async def test_a_directory_that_cannot_be_used_has_no_plans(tmp_path: Path) -> N
 
 
 def test_the_plans_that_were_kept_first_go_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(history, "_PLANS", 3)
+    monkeypatch.setattr(store_index, "_PLANS", 3)
     clock = iter(range(100))
-    monkeypatch.setattr("aionn.caching.store.history.time.time", lambda: float(next(clock)))
+    monkeypatch.setattr("aionn.caching.store.index.time.time", lambda: float(next(clock)))
     index = Index(str(tmp_path / "index"))
     try:
         found: History = index.history

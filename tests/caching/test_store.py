@@ -19,7 +19,8 @@ import pytest
 
 from aionn import tasks, trace
 from aionn.caching import CacheOutcomeKind, MissReason, Refusal
-from aionn.caching.store import CacheStore, Declined, Hit, Miss, looking
+from aionn.caching.store import CacheStore, Declined, Hit, Miss
+from aionn.caching.store import opening as store_opening
 from aionn.caching.store.directory import CacheDirectory
 from aionn.errors import CallerError
 from aionn.hal.types import CacheFiles, ExecutionPreference, Priority
@@ -497,7 +498,7 @@ async def test_no_descriptor_of_a_cache_directory_is_open_while_nothing_is_done_
         assert isinstance(hit, Hit)
         assert len(held()) == len(contents(hit.handles)) + 1  # its files and its lock
         hit.leave()
-        await store._background.settled()
+        await store.settled()
         assert held() == set()
         await stored(store, wanted(1))
         assert [bad async for bad in store.verify()] == []
@@ -738,9 +739,9 @@ def test_what_is_to_be_done_behind_a_caller_is_done_though_the_loop_takes_no_mor
     async def main() -> list[int]:
         store, done = CacheStore(tmp_path / "cache"), list[int]()
         await asyncio.get_running_loop().shutdown_default_executor()
-        store._background.run_later(lambda: done.append(1))
+        store.run_later(lambda: done.append(1))
         with anyio.fail_after(30):
-            await store._background.settled()
+            await store.settled()
         return done
 
     assert asyncio.run(main()) == [1]
@@ -797,7 +798,7 @@ async def test_a_publication_that_readers_hold_up_waits_for_them_and_tidies_up(d
 
 async def test_a_caller_that_leaves_while_its_files_are_staged_leaves_nothing(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     staged, go_on = threading.Event(), threading.Event()
-    stage_files: Callable[..., Any] = vars(looking)["stage_files"]
+    stage_files: Callable[..., Any] = vars(store_opening)["stage_files"]
 
     def slow(*arguments: Any) -> Any:
         files = stage_files(*arguments)
@@ -805,7 +806,7 @@ async def test_a_caller_that_leaves_while_its_files_are_staged_leaves_nothing(di
         assert go_on.wait(30)
         return files
 
-    monkeypatch.setattr(looking, "stage_files", slow)
+    monkeypatch.setattr(store_opening, "stage_files", slow)
     async with CacheStore(directory) as store:
         opening = asyncio.ensure_future(store.open_now(wanted()))
         assert await anyio.to_thread.run_sync(staged.wait, 30)
@@ -814,7 +815,7 @@ async def test_a_caller_that_leaves_while_its_files_are_staged_leaves_nothing(di
             await opening
         assert generations(directory, wanted())
         go_on.set()
-        await store._background.settled()
+        await store.settled()
         assert not (directory / "entries" / wanted().key.hex()).exists()
         assert not any(f"{directory}/" in name for name in open_descriptors())
         async with await miss(store, wanted()):

@@ -14,7 +14,7 @@ from aionn.caching import CacheOutcomeKind, MissReason
 from aionn.caching.store import CacheStore
 from aionn.errors import AionnError, CallerError, CompilationError, DeviceUnavailableError
 from aionn.hal import CacheFiles, ExecutionPreference, PrepareOptions, Priority
-from aionn.runtime.preparing.request import CacheChoice
+from aionn.runtime.preparing.compile_acts import CacheChoice
 from tests.runtime.scripted_devices import DATA_PAYLOAD, MODEL_PAYLOAD, ScriptedDevice, scripted, some_model
 
 pytestmark = pytest.mark.anyio

@@ -19,7 +19,7 @@ import pytest
 
 import aionn
 from aionn import fleet
-from aionn.caching.store import files
+from aionn.caching.store import directory
 from aionn.errors import CallerError
 from aionn.fleet import ArtifactRequest, BuilderKey, Offered
 from aionn.remote.device import RemoteDevice, RemotePreparedModel
@@ -417,7 +417,7 @@ def _ended(pidfd: int) -> None:
 
 async def test_a_file_that_grows_after_the_check_does_not_fill_the_disk(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     machine.trust_builder()
-    length, copy = machine.pushed.manifest.model[0].length, files.copy_into
+    length, copy = machine.pushed.manifest.model[0].length, directory.copy_into
     grown = []
 
     def copy_grown(targets: Sequence[int], sources: Sequence[int], lengths: Sequence[int]) -> None:
@@ -437,7 +437,7 @@ async def test_a_file_that_grows_after_the_check_does_not_fill_the_disk(machine:
 def test_no_more_is_copied_than_was_checked(tmp_path: Path, length: int, copied: bytes) -> None:
     (tmp_path / "source").write_bytes(b"12345")
     with (tmp_path / "source").open("rb") as source, (tmp_path / "target").open("wb") as target:
-        files.copy_into([target.fileno()], [source.fileno()], [length])
+        directory.copy_into([target.fileno()], [source.fileno()], [length])
     assert (tmp_path / "target").read_bytes() == copied
 
 
@@ -448,7 +448,7 @@ def test_a_file_that_became_shorter_is_not_copied(tmp_path: Path) -> None:
         (tmp_path / "target").open("wb") as target,
         pytest.raises(OSError, match="ends after 5 of 6 bytes"),
     ):
-        files.copy_into([target.fileno()], [source.fileno()], [6])
+        directory.copy_into([target.fileno()], [source.fileno()], [6])
 
 
 async def test_a_driver_that_accepts_anything_does_not_end_the_apps_compile(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import aionn
-from aionn.caching.store.entries import Hit
+from aionn.caching.store.opening import Hit
 from aionn.memory.memory import Memory
 from aionn.memory.region import Region
 from aionn.remote.device import RemoteBuffer, RemotePreparedModel

@@ -19,6 +19,8 @@ from aionn.fmq import QueueClosedError
 from aionn.hal import ErrorStatus
 from aionn.runtime.executing.link import Link
 from aionn.runtime.processes import process
+from aionn.runtime.runtime import opened_of
+from aionn.tasks import OwnedTasks
 from aionn.testing import FakeDevice, identity_model
 from tests.leaks import leak_check, wait_for_end
 
@@ -38,6 +40,20 @@ async def cancelled_when(task: asyncio.Task[Any]) -> None:
     task.cancel()
     await asyncio.wait([task])
     assert task.cancelled()
+
+
+def tasks_of(runtime: aionn.Runtime) -> OwnedTasks:
+    """The runtime's own tasks, also when it is closed."""
+    opened = opened_of(runtime)
+    assert opened is not None
+    return opened._tasks
+
+
+def owner_of(runtime: aionn.Runtime) -> asyncio.Task[None]:
+    """The task in which these tasks live."""
+    owner = tasks_of(runtime)._owner
+    assert owner is not None
+    return owner
 
 
 async def test_a_runtime_opened_in_one_task_is_used_and_closed_in_others(fake: FakeDevice) -> None:
@@ -76,8 +92,7 @@ async def test_closing_twice_and_from_several_tasks_at_once_ends_once(fake: Fake
         async with anyio.create_task_group() as tasks:
             for _ in range(3):
                 tasks.start_soon(runtime.aclose)
-        assert runtime._opened._tasks._owner is not None
-        assert runtime._opened._tasks._owner.done()
+        assert owner_of(runtime).done()
         await runtime.aclose()
         with pytest.raises(aionn.CallerError, match="not open"):
             await compilation.compute(INPUTS)
@@ -112,8 +127,7 @@ async def test_an_opener_that_is_cancelled_while_it_opens_leaves_a_closed_runtim
         opener = asyncio.create_task(runtime.open())
         await asyncio.sleep(0)
         await cancelled_when(opener)
-        assert runtime._opened._tasks._owner is not None
-        await asyncio.wait([runtime._opened._tasks._owner])
+        await asyncio.wait([owner_of(runtime)])
         with pytest.raises(aionn.CallerError, match="not open"):
             await runtime.compile(MODEL)
 
@@ -153,7 +167,7 @@ async def test_cancelling_the_runtimes_own_tasks_kills_its_drivers_and_ends_in_t
         with pytest.raises(aionn.CallerError):
             await running
         ours = asyncio.all_tasks() - others
-        assert runtime._opened._tasks._owner in ours
+        assert owner_of(runtime) in ours
         with anyio.fail_after(30):
             for _ in range(2):
                 for task in ours:
@@ -172,10 +186,9 @@ async def test_an_error_in_one_of_the_runtimes_tasks_is_one_clear_error(fake: Fa
         runtime = aionn.Runtime()
         await runtime.open()
         compilation = await runtime.compile(MODEL, devices=(fake.name,))
-        runtime._opened._tasks.start_soon(fail)
-        runtime._opened._tasks.start_soon(fail)
-        assert runtime._opened._tasks._owner is not None
-        await asyncio.wait([runtime._opened._tasks._owner])
+        tasks_of(runtime).start_soon(fail)
+        tasks_of(runtime).start_soon(fail)
+        await asyncio.wait([owner_of(runtime)])
         with pytest.raises(aionn.CallerError, match=r"internal error \(KeyError\)") as refused:
             await compilation.compute(INPUTS)
         assert isinstance(refused.value.__cause__, KeyError)
@@ -195,7 +208,7 @@ async def test_one_of_the_runtimes_tasks_that_is_cancelled_ends_alone(fake: Fake
             started.append(asyncio.current_task())
             await asyncio.sleep(3600)
 
-        runtime._opened._tasks.start_soon(stay)
+        tasks_of(runtime).start_soon(stay)
         await anyio.wait_all_tasks_blocked()
         assert started[0] is not None
         started[0].cancel()

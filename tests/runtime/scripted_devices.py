@@ -14,8 +14,8 @@ import aionn
 from aionn.caching import CacheOutcome
 from aionn.errors import AionnError, CallerError, DeviceUnavailableError
 from aionn.hal import CacheFiles, CacheHandles, Model, PrepareOptions, Priority
+from aionn.runtime.preparing.compile_acts import CacheChoice, CompileRequest
 from aionn.runtime.preparing.preparation import prepare
-from aionn.runtime.preparing.request import CacheChoice, CompileRequest
 from aionn.runtime.processes.devices import Devices
 from aionn.tasks import ThreadWork
 from aionn.testing import identity_model

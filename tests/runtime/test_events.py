@@ -30,7 +30,7 @@ from aionn.events import (
     Event,
     StageChanged,
 )
-from aionn.runtime.events import MOST_WAITING, Events, EventStream
+from aionn.runtime.reports import MOST_WAITING, Events, EventStream
 from aionn.testing import FakeDevice, identity_model
 
 pytestmark = pytest.mark.anyio

@@ -25,7 +25,7 @@ import aionn
 from aionn.pages.app_layout import Kind
 from aionn.pages.finding import find_page
 from aionn.pages.layout import Activity
-from aionn.runtime import checkup
+from aionn.runtime import health_watch
 from aionn.runtime.health import CompilationHealth
 from aionn.runtime.processes import liveness
 from aionn.runtime.processes.liveness import Evidence, StallJudge
@@ -392,7 +392,7 @@ async def test_an_idle_driver_that_is_stopped_is_stalled_until_it_is_continued(f
 
 
 async def test_a_loop_that_stands_still_is_seen_from_other_threads_only(fake: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkup, "LOOP_STALL_S", 0.6)
+    monkeypatch.setattr(health_watch, "LOOP_STALL_S", 0.6)
     async with aionn.Runtime(start=()) as runtime:
         await runtime.compile(MODEL, devices=(fake.name,))
         with Watcher(runtime, 0.01) as watcher:
@@ -406,7 +406,7 @@ async def test_a_loop_that_stands_still_is_seen_from_other_threads_only(fake: Fa
 
 async def test_a_long_run_a_long_compile_and_an_uneven_run_are_told_and_never_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Row O11 at a sixtieth of its times."""
-    monkeypatch.setattr(checkup, "_LONG_S", 0.3)
+    monkeypatch.setattr(health_watch, "_LONG_S", 0.3)
     with FakeDevice(UnevenEngine) as fake:
         async with aionn.Runtime(start=(), hang_s=0.15) as runtime:
             with Watcher(runtime, 0.01) as watcher:

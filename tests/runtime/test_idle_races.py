@@ -18,7 +18,7 @@ from aionn.hal.types import Priority
 from aionn.runtime.preparing.idling import LOOKS, Idling
 from aionn.runtime.processes.devices import Device, Devices
 from aionn.runtime.processes.process import DriverProcess
-from aionn.runtime.serving.members import Rest
+from aionn.runtime.serving.compiled_model import Rest
 from aionn.runtime.serving.serving import Serving
 from aionn.testing import FakeDevice, identity_model
 from tests.leaks import leak_check

@@ -30,8 +30,7 @@ from aionn.errors import (
     DriverHungError,
 )
 from aionn.hal import CacheFiles, PrepareOptions
-from aionn.runtime.preparing.compile_acts import UnsupportedOperationError, refusal_from
-from aionn.runtime.preparing.request import CacheChoice
+from aionn.runtime.preparing.compile_acts import CacheChoice, UnsupportedOperationError, refusal_from
 from aionn.testing import FakeDevice, identity_model
 from tests.runtime.scripted_devices import ScriptedDevice, scripted, some_model
 
@@ -544,7 +543,7 @@ async def test_whoever_looks_into_a_directory_that_hangs_is_told_when_its_store_
 async def test_all_who_look_into_directories_that_hang_are_told_when_the_runtime_closes(
     tmp_path: Path, fake_device: FakeDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("aionn.runtime.opened.CLOSE_STORES_S", 0.05)
+    monkeypatch.setattr("aionn.runtime.open_runtime.CLOSE_STORES_S", 0.05)
     disk = SlowDisk(monkeypatch)
     model = aionn.Model.from_onnx(identity_model())
     told: list[str] = []
@@ -561,16 +560,16 @@ async def test_all_who_look_into_directories_that_hang_are_told_when_the_runtime
                     apps.start_soon(compile_in, tmp_path / name)
                 for _ in range(2):
                     await disk.was_asked()
+                stores = list(runtime._opened._stores.values())
             with anyio.fail_after(30):
                 while len(told) < 2:
                     await anyio.lowlevel.checkpoint()
-        stores = list(runtime._opened._stores.values())
         assert len(stores) == 2
     finally:
         disk.answers.set()
     # What hung closes what it worked with once the disk has answered.
     with anyio.fail_after(30):
-        while any(store._background or store._house.directory is not None for store in stores):
+        while any(store.running or store._house.directory is not None for store in stores):
             await anyio.lowlevel.checkpoint()
     await asyncio.get_running_loop().shutdown_default_executor()
 

@@ -18,7 +18,7 @@ import aionn
 from aionn.caching import OutputDifference, StageMeasurement
 from aionn.caching.store import CacheStore
 from aionn.hal import ExecutionPreference, PrepareOptions, Priority
-from aionn.runtime.preparing.request import CacheChoice, CompileRequest
+from aionn.runtime.preparing.compile_acts import CacheChoice, CompileRequest
 from aionn.runtime.staging import making, samples, verdicts
 from aionn.testing import FakeDevice, identity_model
 from tests.leaks import leak_check

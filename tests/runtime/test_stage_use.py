@@ -16,7 +16,7 @@ import aionn
 from aionn.caching.store import CacheStore
 from aionn.runtime.serving.serving import Use
 from aionn.runtime.staging import stages
-from aionn.runtime.staging.frequency import until_frequent
+from aionn.runtime.staging.stages import until_frequent
 from aionn.testing import FakeDevice, identity_model
 from tests.leaks import leak_check
 from tests.runtime.staged_streams import SHAPE, frame, staged

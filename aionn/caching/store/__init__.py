@@ -5,18 +5,12 @@
                                Declined  the device does not cache this model        -> prepare_model without handles
 
     cache         CacheStore, the face; opens an entry, and waits for another compiler of it
-    looking       the blocking part of opening: look, take the right to compile, stage files
-    background    threads that go on after their caller has left
-    entries       what opening returns: Hit, Miss, Declined, Publisher
+    opening       what opening returns (Hit, Miss, Declined, Publisher), and its blocking part (Look)
     housekeeping  finds or makes the directory, tidies it, keeps it within its budget
-    listing, verifying, pruning    what `aionn cache` asks for
-    index         which entry is evicted first
-    remembered    plans of models that were cut, stage measurements and use counts
-    history       the same, in the index's file
-    index_database    the index's file
-    directory     where everything lies, how entries are found
+    maintenance   what `aionn cache` asks for: list, verify, prune
+    index         the index's file: which entry is evicted first; plans of models that were cut, stage measurements, use counts
+    directory     where everything lies, how entries are found, how files are opened and checked
     writing       how entries are made, switched and removed
-    files         files and descriptors in the directory: owner, digest, removal
     lending       opens cache files once more, for a driver that writes them
     locks         who may read, publish and compile an entry
 
@@ -27,9 +21,7 @@ manifest names.
 """
 
 from aionn.caching.store.cache import DEFAULT_MAX_BYTES, CacheStore
-from aionn.caching.store.entries import Declined, Hit, Miss, Publisher
-from aionn.caching.store.listing import EntryInfo
-from aionn.caching.store.pruning import PruneReport
-from aionn.caching.store.verifying import BadEntry
+from aionn.caching.store.maintenance import BadEntry, EntryInfo, PruneReport
+from aionn.caching.store.opening import Declined, Hit, Miss, Publisher
 
 __all__ = ["DEFAULT_MAX_BYTES", "BadEntry", "CacheStore", "Declined", "EntryInfo", "Hit", "Miss", "PruneReport", "Publisher"]

@@ -2,45 +2,100 @@
 
 Every blocking act runs in a thread, so the event loop never waits for a disk. Nothing here raises for the state of the disk.
 A directory that is missing, read-only, full or unsafe gives a `Miss` without a publisher, and one warning per reason.
+
+A disk may hang. So no caller has to wait for it: a cancelled caller leaves at once, and the thread's result is undone later.
+The store waits for all of these threads before it closes, lists or prunes.
+
+An act of the store is several system calls with locks, fsync and rename between them. They are relative to a directory's descriptor.
+One thread for the whole act costs one turn of the event loop. `aiofiles` takes a thread for each call and opens by path alone.
+So the store uses `aiofiles` only where it reads a file through (`verify`).
+
+`Remembered` is what a directory keeps beside its entries, in the file of its index (`History`).
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractContextManager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from types import TracebackType
 from typing import TypeVar
 
+import anyio
+
 from aionn import trace
 from aionn.caching.manifest import Wanted
+from aionn.caching.measurements import StageMeasurement
 from aionn.caching.outcomes import MissReason, Refusal
-from aionn.caching.store.background import BackgroundWork
-from aionn.caching.store.entries import Declined, Hit, Miss
-from aionn.caching.store.files import refusal_of
+from aionn.caching.store.directory import refusal_of
 from aionn.caching.store.housekeeping import CacheUsage, Housekeeping
-from aionn.caching.store.listing import EntryInfo, list_entries
+from aionn.caching.store.index import Index
 from aionn.caching.store.locks import CompileQueues, wait_to_hold
-from aionn.caching.store.looking import Look, undo
-from aionn.caching.store.pruning import PruneReport, prune
-from aionn.caching.store.remembered import Remembered
-from aionn.caching.store.verifying import BadEntry, verify
+from aionn.caching.store.maintenance import BadEntry, EntryInfo, PruneReport, list_entries, prune, verify
+from aionn.caching.store.opening import Declined, Hit, Look, Miss, undo
 from aionn.errors import CallerError
-from aionn.tasks import run_in_thread
+from aionn.tasks import ThreadWork, run_in_thread
 
-__all__ = ["DEFAULT_MAX_BYTES", "CacheStore"]
+__all__ = ["DEFAULT_MAX_BYTES", "CacheStore", "Remembered"]
 
 T = TypeVar("T")
+
+
+class Remembered:
+    """What one store remembers: how models were cut over several devices, what stages measured, and how often models are used."""
+
+    def __init__(self, house: Housekeeping, work: ThreadWork) -> None:
+        self._house = house
+        self._work = work
+
+    def _with_index(self, act: Callable[[Index], T]) -> T | None:
+        """Ask the index of the directory as it is now. Return None if either cannot be used. Blocking."""
+        return None if isinstance(self._house.current(), Refusal) else self._house.with_index(act)
+
+    async def plan(self, scope: bytes) -> bytes | None:
+        """Return the plan that is kept under that scope, or None."""
+        return await self._work.ask(self._with_index, lambda index: index.history.plan(scope))
+
+    async def keep_plan(self, scope: bytes, body: bytes) -> None:
+        """Keep a plan, if the directory can be written to."""
+        await run_in_thread(self._with_index, lambda index: index.history.keep_plan(scope, body))
+
+    async def measurements(self, scope: bytes | None = None) -> list[StageMeasurement]:
+        """Return stage measurements, the newest first. Measurements that are too old are left out.
+
+        Args:
+            scope: see `History`. None stands for all scopes.
+        """
+        return await self._work.ask(self._with_index, lambda index: index.history.measurements(scope)) or []
+
+    async def remember(self, scope: bytes, measurement: StageMeasurement) -> None:
+        """Keep a stage measurement, if the directory can be written to."""
+        await run_in_thread(self._with_index, lambda index: index.history.remember(scope, measurement))
+
+    def remember_later(self, scope: bytes, measurement: StageMeasurement) -> None:
+        """Keep a stage measurement as `remember` does, without waiting for the disk."""
+        self._work.run_later(partial(self._with_index, lambda index: index.history.remember(scope, measurement)))
+
+    async def use(self, model_digest: bytes, within_s: float) -> int:
+        """Return how many executions of the model `count_use` has counted within that time."""
+        return await self._work.ask(self._with_index, lambda index: index.history.use(model_digest, within_s)) or 0
+
+    def count_use(self, model_digest: bytes, executions: int) -> None:
+        """Add executions of the model, without waiting for the disk."""
+        self._work.run_later(partial(self._with_index, lambda index: index.history.count_use(model_digest, executions)))
+
+
 _Opened = TypeVar("_Opened", bound=Hit | Miss | Declined)
 _log = logging.getLogger("aionn.caching")
 _READ_WAIT_S = 5.0  # a publisher holds the entry for one rename and two fsyncs
 DEFAULT_MAX_BYTES = 4 << 30
 
 
-class CacheStore:
+class CacheStore(ThreadWork):
     """The app's side of one cache directory. Any number of stores, in any number of processes, may share a directory.
 
     Attributes:
@@ -71,8 +126,9 @@ class CacheStore:
             raise CallerError(f"the cache budget is {max_bytes} bytes; give at least 0, or None for no budget")
         self.wait_s, self.max_bytes = wait_s, max_bytes
         self._house = Housekeeping(path, max_bytes, old_versions_kept_s)
-        self._background = BackgroundWork()
-        self.remembered = Remembered(self._house, self._background)
+        super().__init__()
+        self._users: set[anyio.Event] = set()
+        self.remembered = Remembered(self._house, self)
         self._queues = CompileQueues()
 
     async def aclose(self) -> None:
@@ -82,14 +138,28 @@ class CacheStore:
         that still works in the directory closes what it opened when the disk lets it end.
         """
         try:
-            await self._background.finish()
+            while self._users:
+                await next(iter(self._users)).wait()
+            await self.settled()
         finally:
             self._house.close()
-            self._background.fail_waiting(CallerError("the cache store was closed"))
+            self.fail_waiting(CallerError("the cache store was closed"))
 
-    def in_use(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
         """Keep `aclose` waiting for the block, which may still store something."""
-        return self._background.in_use()
+        ended = anyio.Event()
+        self._users.add(ended)
+        try:
+            yield
+        finally:
+            self._users.discard(ended)
+            ended.set()
+
+    async def settled(self) -> None:
+        """Wait until no thread works."""
+        while self.running:
+            await asyncio.wait(self.running)
 
     async def __aenter__(self) -> CacheStore:
         return self
@@ -112,13 +182,13 @@ class CacheStore:
 
     async def fault(self) -> Refusal | None:
         """Return why the cache is of no use: it holds no entry, and none can be stored. None if it may be of use."""
-        return await self._background.ask(self._house.fault)
+        return await self.ask(self._house.fault)
 
     # --- opening an entry --------------------------------------------------------------------------------------------
 
     async def glance(self, wanted: Wanted) -> Hit | Declined | None:
         """Return the entry if it is there and whole, or None. Close it, as what `open` returns. Nothing is made in the directory."""
-        found = await self._background.ask(Look(self._house, self, wanted).run, undo=undo)
+        found = await self.ask(Look(self._house, self, wanted).run, undo=undo)
         return None if isinstance(found, Refusal) else _reported(found)
 
     async def open_now(self, wanted: Wanted) -> Hit | Miss | Declined | None:
@@ -128,7 +198,7 @@ class CacheStore:
         thread takes the right to compile, looks again and stages files.
         """
         with trace.span("cache.lookup", device=wanted.device):
-            found = await self._background.ask(Look(self._house, self, wanted).open_now, undo=undo)
+            found = await self.ask(Look(self._house, self, wanted).open_now, undo=undo)
         if found is None:
             return None
         if isinstance(found, Miss) and found.publisher is not None:
@@ -206,15 +276,11 @@ class CacheStore:
                 hold.release()
         return found
 
-    def run_later(self, act: Callable[[], object]) -> None:
-        """Run `act` in a thread soon. The caller does not wait for it."""
-        self._background.run_later(act)
-
     # --- housekeeping ------------------------------------------------------------------------------------------------
 
     async def entries(self) -> list[EntryInfo] | Refusal:
         """Return what is stored, oldest first (`aionn cache ls`)."""
-        await self._background.settled()
+        await self.settled()
         return await run_in_thread(list_entries, self._house)
 
     def verify(self) -> AsyncIterator[BadEntry]:
@@ -230,7 +296,7 @@ class CacheStore:
             max_bytes: None stands for the store's budget.
             measurements: remove all stage measurements, too.
         """
-        await self._background.settled()
+        await self.settled()
         budget = self.max_bytes if max_bytes is None else max_bytes
         return await run_in_thread(partial(prune, self._house, budget, measurements=measurements))
 

@@ -18,8 +18,7 @@ import msgspec
 from aionn import trace
 from aionn.caching.manifest import Manifest
 from aionn.caching.outcomes import MissReason, Refusal
-from aionn.caching.store.directory import CacheDirectory
-from aionn.caching.store.files import is_shortage, refusal_of, refusal_to_store
+from aionn.caching.store.directory import CacheDirectory, is_shortage, refusal_of, refusal_to_store
 from aionn.caching.store.index import Index
 from aionn.caching.store.locks import sole_holder
 from aionn.caching.store.writing import clean, discard, empty_trash, switch

@@ -1,23 +1,263 @@
-"""Sizes and values of all entries, in the order of eviction. The index is derived from the manifests: losing it costs a scan.
+"""The index of a cache directory, one SQLite file: which entry is evicted first, and what no manifest has.
+
+`Index` has sizes and values of all entries, in the order of eviction. It is derived from the manifests: losing it costs a scan.
 
 The order is GreedyDual-Size. An entry's score is clock + (compile time saved per byte), given anew at each use. The entry with the lowest
 score is evicted first, and the clock moves up to its score. So a cheap large entry is evicted before an expensive small one. An expensive
 entry is evicted, too, if it stays unused while many others come and go. Entries of a device's older version have score -1.
 Each act costs O(log n).
 
-`index_database` keeps the file. `history` keeps what no manifest has.
+`History` has measurements of stages, how often each model was executed, and plans. No manifest has these facts, so they are lost with the
+index. Then a stage is measured again, use counts from zero, and a model is cut again.
+
+`IndexDatabase` keeps the file. A row that this code cannot have written is dropped, because SQLite keeps any type in any column. Such rows
+are counted as "cache.index_rows_dropped", and the next scan of the manifests finds their entries again. An index that SQLite cannot read is
+begun anew.
+
+Blocking, thread-safe, shared by processes (SQLite, WAL).
 """
 
 from __future__ import annotations
 
+import math
 import sqlite3
+import threading
 import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
 
+import msgspec
+
+from aionn import trace
 from aionn.caching.manifest import Manifest
-from aionn.caching.store.history import History
-from aionn.caching.store.index_database import IndexDatabase, key_in, number_in
+from aionn.caching.measurements import KEPT_S, StageMeasurement
+from aionn.caching.state import is_damage, open_database, transaction
+from aionn.hal.types import CACHE_TOKEN_BYTES
 
-__all__ = ["MANIFEST_BYTES", "Index"]
+__all__ = ["MANIFEST_BYTES", "BadRowError", "History", "Index", "IndexDatabase", "key_in", "number_in"]
+
+T = TypeVar("T")
+_TABLES = (
+    "CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value) WITHOUT ROWID",
+    "CREATE TABLE IF NOT EXISTS entries (key BLOB PRIMARY KEY, family BLOB NOT NULL, model BLOB NOT NULL, version TEXT NOT NULL, "
+    "size INTEGER NOT NULL, worth REAL NOT NULL, score REAL NOT NULL, used_s REAL NOT NULL) WITHOUT ROWID",
+    "CREATE INDEX IF NOT EXISTS by_score ON entries (score, key)",
+    "CREATE INDEX IF NOT EXISTS by_family ON entries (family)",
+    "CREATE INDEX IF NOT EXISTS by_model ON entries (model, used_s)",
+    "CREATE TABLE IF NOT EXISTS staging (key BLOB PRIMARY KEY) WITHOUT ROWID",
+    "CREATE TABLE IF NOT EXISTS measurements (scope BLOB NOT NULL, base TEXT NOT NULL, body BLOB NOT NULL, "
+    "measured_s REAL NOT NULL, PRIMARY KEY (scope, base)) WITHOUT ROWID",
+    "CREATE TABLE IF NOT EXISTS use (model BLOB NOT NULL, from_s INTEGER NOT NULL, executions INTEGER NOT NULL, "
+    "PRIMARY KEY (model, from_s)) WITHOUT ROWID",
+    "CREATE TABLE IF NOT EXISTS plans (scope BLOB PRIMARY KEY, body BLOB NOT NULL, kept_s REAL NOT NULL) WITHOUT ROWID",
+    "INSERT OR IGNORE INTO facts VALUES ('total', 0), ('clock', 0.0), ('complete', 0)",
+    "CREATE TRIGGER IF NOT EXISTS more AFTER INSERT ON entries BEGIN UPDATE facts SET value = value + new.size WHERE name = 'total'; END",
+    "CREATE TRIGGER IF NOT EXISTS less AFTER DELETE ON entries BEGIN UPDATE facts SET value = value - old.size WHERE name = 'total'; END",
+    "SELECT key, family, model, version, size, worth, score, used_s FROM entries LIMIT 1",
+    "SELECT key FROM staging LIMIT 1",
+    "SELECT scope, base, body, measured_s FROM measurements LIMIT 1",
+    "SELECT model, from_s, executions FROM use LIMIT 1",
+    "SELECT scope, body, kept_s FROM plans LIMIT 1",
+    "SELECT name, value FROM facts LIMIT 1",
+)
+
+
+class BadRowError(sqlite3.DatabaseError):
+    """A row that this code cannot have written."""
+
+
+class IndexDatabase:
+    """One index file.
+
+    Raises (construction): OSError, sqlite3.Error.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._lock = threading.Lock()
+        self._path = Path(path)
+        self._database = open_database(self._path, _prepare, synced=False)
+
+    def close(self) -> None:
+        with self._lock:
+            self._database.close()
+
+    def transact(self, act: Callable[[sqlite3.Connection], T]) -> T:
+        """Run `act` in one transaction and return its result. After damage, mend the file and run `act` once more.
+
+        Raises:
+            sqlite3.Error: the file cannot be used.
+        """
+        with self._lock:
+            try:
+                with transaction(self._database) as database:
+                    return act(database)
+            except BadRowError:
+                with transaction(self._database) as database:
+                    _drop_bad_rows(database)
+            except sqlite3.Error as error:
+                if not is_damage(error):
+                    raise
+                self._database.close()
+                self._database = open_database(self._path, _prepare, anew=True, synced=False)
+                trace.count("cache.index_begun_anew")
+            with transaction(self._database) as database:
+                return act(database)
+
+
+def _prepare(database: sqlite3.Connection) -> None:
+    for statement in _TABLES:
+        database.execute(statement)
+
+
+def _drop_bad_rows(database: sqlite3.Connection) -> None:
+    rows = 0
+    for statement in (
+        "DELETE FROM entries WHERE typeof(key) != 'blob' OR length(key) != 32 OR typeof(size) != 'integer' OR size < 0"
+        " OR typeof(worth) NOT IN ('real', 'integer') OR abs(worth) > 1e300 OR typeof(score) NOT IN ('real', 'integer')"
+        " OR abs(score) > 1e300 OR typeof(used_s) NOT IN ('real', 'integer') OR abs(used_s) > 1e300",
+        "DELETE FROM staging WHERE typeof(key) != 'blob' OR length(key) != 32",
+        "DELETE FROM measurements WHERE typeof(body) != 'blob' OR typeof(measured_s) NOT IN ('real', 'integer')",
+        "DELETE FROM plans WHERE typeof(body) != 'blob' OR typeof(kept_s) NOT IN ('real', 'integer')",
+        "DELETE FROM use WHERE typeof(from_s) != 'integer' OR typeof(executions) != 'integer'",
+    ):
+        rows += database.execute(statement).rowcount
+    for name, value in (
+        ("total", "COALESCE((SELECT SUM(size) FROM entries), 0)"),
+        ("clock", "COALESCE((SELECT MAX(score) FROM entries), 0.0)"),
+        ("complete", "0"),  # the next who opens the directory looks for what was dropped
+    ):
+        database.execute(f"INSERT OR REPLACE INTO facts VALUES (?, {value})", (name,))
+    trace.count("cache.index_rows_dropped", max(rows, 1))
+
+
+def number_in(value: object) -> float:
+    """Return a column's number.
+
+    Raises:
+        BadRowError: it is not a finite number.
+    """
+    if not isinstance(value, int | float) or not math.isfinite(value):
+        raise BadRowError(f"the index has {value!r:.80} where a number belongs")
+    return float(value)
+
+
+def key_in(value: object) -> bytes:
+    """Return a column's entry key.
+
+    Raises:
+        BadRowError: it is not 32 bytes.
+    """
+    if not isinstance(value, bytes) or len(value) != CACHE_TOKEN_BYTES:
+        raise BadRowError(f"the index has {value!r:.80} where a key belongs")
+    return value
+
+
+_USE_S = 600  # executions are counted together for so many seconds
+_USE_KEPT_S = 30 * 86400.0
+_PLANS = 1024
+"""The most plans that are kept. The one that was kept first goes first."""
+
+
+class History:
+    """Stage measurements, use counts and plans of one index.
+
+    The scope of a measurement names the model, the better stage and the options. It has one measurement per stage before the better stage.
+    The scope of a plan names the model, its devices and the options.
+    """
+
+    def __init__(self, database: IndexDatabase) -> None:
+        self._database = database
+
+    def remember(self, scope: bytes, measurement: StageMeasurement) -> None:
+        """Keep a measurement in place of the one before. A measurement on made-up inputs replaces no other."""
+        verb = "IGNORE" if measurement.made_up else "REPLACE"
+        body = msgspec.msgpack.encode(measurement)
+
+        def act(database: sqlite3.Connection) -> None:
+            _forget_old_measurements(database)
+            database.execute(
+                f"INSERT OR {verb} INTO measurements VALUES (?, ?, ?, ?)", (scope, measurement.base, body, measurement.measured_s)
+            )
+
+        self._database.transact(act)
+
+    def measurements(self, scope: bytes | None = None) -> list[StageMeasurement]:
+        """Return what is remembered of a scope, the newest first. None stands for every scope."""
+
+        def act(database: sqlite3.Connection) -> list[StageMeasurement]:
+            rows = database.execute(
+                "SELECT scope, base, body FROM measurements WHERE (scope = ? OR ?) AND abs(measured_s - ?) < ? ORDER BY measured_s DESC",
+                (scope, scope is None, time.time(), KEPT_S),
+            ).fetchall()
+            found = []
+            for of, base, body in rows:
+                try:
+                    found.append(msgspec.msgpack.decode(body, type=StageMeasurement))
+                except (msgspec.DecodeError, TypeError):  # damaged, or of another state of this code
+                    database.execute("DELETE FROM measurements WHERE scope IS ? AND base IS ?", (of, base))
+                    trace.count("cache.index_rows_dropped", 1)
+            return found
+
+        return self._database.transact(act)
+
+    def forget_measurements(self, *, all_of_them: bool) -> int:
+        """Remove all measurements, or those that are too old. Return how many were removed."""
+
+        def act(database: sqlite3.Connection) -> int:
+            return database.execute("DELETE FROM measurements").rowcount if all_of_them else _forget_old_measurements(database)
+
+        return self._database.transact(act)
+
+    def keep_plan(self, scope: bytes, body: bytes) -> None:
+        """Keep a plan in place of the one before. Its maker checks the body when it reads it."""
+
+        def act(database: sqlite3.Connection) -> None:
+            database.execute("INSERT OR REPLACE INTO plans VALUES (?, ?, ?)", (scope, body, time.time()))
+            database.execute(
+                "DELETE FROM plans WHERE scope IN (SELECT scope FROM plans ORDER BY kept_s DESC LIMIT -1 OFFSET ?)",
+                (_PLANS,),
+            )
+
+        self._database.transact(act)
+
+    def plan(self, scope: bytes) -> bytes | None:
+        """Return the plan that is kept under that scope, or None."""
+        row = self._database.transact(
+            lambda database: database.execute("SELECT body FROM plans WHERE scope = ? AND typeof(body) = 'blob'", (scope,)).fetchone()
+        )
+        return None if row is None else bytes(row[0])
+
+    def count_use(self, model_digest: bytes, executions: int) -> None:
+        """Add executions that have just ended."""
+        now_s = time.time()
+
+        def act(database: sqlite3.Connection) -> None:
+            database.execute("DELETE FROM use WHERE from_s < ? OR from_s > ?", (now_s - _USE_KEPT_S, now_s + _USE_S))
+            database.execute(
+                "INSERT INTO use VALUES (?, ?, ?) ON CONFLICT DO UPDATE SET executions = executions + excluded.executions",
+                (model_digest, int(now_s) // _USE_S * _USE_S, executions),
+            )
+
+        self._database.transact(act)
+
+    def use(self, model_digest: bytes, within_s: float) -> int:
+        """Return the executions of the last `within_s` seconds. Executions are counted in pieces of `_USE_S`.
+
+        A piece that began before that time does not count.
+        """
+        row = self._database.transact(
+            lambda database: database.execute(
+                "SELECT COALESCE(SUM(executions), 0) FROM use WHERE model = ? AND from_s >= ?", (model_digest, time.time() - within_s)
+            ).fetchone()
+        )
+        return int(number_in(row[0]))
+
+
+def _forget_old_measurements(database: sqlite3.Connection) -> int:
+    # A measurement from the future was made before the clock was set back, so its age is unknown.
+    return database.execute("DELETE FROM measurements WHERE abs(measured_s - ?) >= ?", (time.time(), KEPT_S)).rowcount
+
 
 MANIFEST_BYTES = 1024  # roughly what an entry costs beside its files; so that declined entries count too
 _SUPERSEDED = -1.0

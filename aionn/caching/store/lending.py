@@ -15,7 +15,7 @@ import os
 import stat
 
 from aionn.caching.outcomes import Refusal, refusal_of_os_error
-from aionn.caching.store.files import close_all
+from aionn.caching.store.directory import close_all
 from aionn.hal.interfaces import CacheHandles
 
 __all__ = ["close_handles", "open_again", "reopen"]

@@ -130,8 +130,15 @@ def _release(hold: EntryHold | None) -> None:
         hold.release()
 
 
-async def wait_to_hold(path: str, mode: _Mode, wait_s: float) -> EntryHold | None:
-    """Take an entry lock, waiting for at most `wait_s` seconds. Return None if it did not come free."""
+async def wait_to_hold(
+    path: str, mode: _Mode, wait_s: float, *, readers: bool = True, waits: Callable[[], None] | None = None
+) -> EntryHold | None:
+    """Take a lock, waiting for at most `wait_s` seconds. Return None if it did not come free.
+
+    Args:
+        readers: whether the lock has readers, before whom a writer needs its turn.
+        waits: called before the first pause.
+    """
     give_up_at = time.monotonic() + wait_s
     pause_s = _FIRST_PAUSE_S
     turn: EntryHold | None = None
@@ -140,8 +147,11 @@ async def wait_to_hold(path: str, mode: _Mode, wait_s: float) -> EntryHold | Non
             hold = await run_in_thread(hold_now, path, mode, undo=_release)
             if hold is not None:
                 return hold
-            if mode == "write" and turn is None:
+            if mode == "write" and readers and turn is None:
                 turn = await run_in_thread(_hold_file, path + TURN, mode, undo=_release)
+            if waits is not None:
+                waits()
+                waits = None
             left_s = give_up_at - time.monotonic()
             if left_s <= 0:
                 return None
@@ -223,34 +233,22 @@ class CompileQueues:
         give_up_at = time.monotonic() + wait_s
         queue = self._queues.setdefault(path, _Queue())
         queue.users += 1
-        reported = had_turn = False
+        had_turn = False
         right: CompileRight | None = None
-
-        def report() -> None:
-            nonlocal reported
-            if not reported and waits is not None:
-                reported = True
-                waits()
-
         try:
             try:
                 queue.turn.acquire_nowait()
                 had_turn = True
             except anyio.WouldBlock:
-                report()
+                if waits is not None:
+                    waits()
+                    waits = None
                 with anyio.move_on_after(wait_s):
                     await queue.turn.acquire()
                     had_turn = True
-            while had_turn:
-                hold = await run_in_thread(hold_now, path, "write", undo=_release)
-                if hold is not None:
-                    right = CompileRight(hold, path, self)
-                    break
-                report()
-                left_s = give_up_at - time.monotonic()
-                if left_s <= 0:
-                    break
-                await anyio.sleep(min(_LONGEST_PAUSE_S, left_s))
+            if had_turn:
+                hold = await wait_to_hold(path, "write", give_up_at - time.monotonic(), readers=False, waits=waits)
+                right = None if hold is None else CompileRight(hold, path, self)
         finally:
             if right is None:
                 self.leave(path, had_turn=had_turn)

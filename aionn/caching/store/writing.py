@@ -12,8 +12,17 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 from aionn.caching.manifest import Manifest, StoredFile, encode_manifest, file_names
-from aionn.caching.store.directory import MANIFEST, CacheDirectory
-from aionn.caching.store.files import DIRECTORY_FLAGS, Staged, UnsafeFileError, close_all, is_hex, remove_tree, stored_file
+from aionn.caching.store.directory import (
+    DIRECTORY_FLAGS,
+    MANIFEST,
+    CacheDirectory,
+    Staged,
+    UnsafeFileError,
+    close_all,
+    is_hex,
+    remove_tree,
+    stored_file,
+)
 from aionn.caching.store.locks import TURN
 from aionn.hal.types import CacheFiles
 

@@ -14,7 +14,7 @@ from shlex import quote
 from aionn.caching.export_folder import left_folders
 from aionn.caching.private_folder import missing_home
 from aionn.caching.state import query, read_database, state_path
-from aionn.caching.store.files import UnsafeFileError, check_owner, is_hex, refusal_to_store
+from aionn.caching.store.directory import UnsafeFileError, check_owner, is_hex, refusal_to_store
 from aionn.cgroups import text_of
 from aionn.cli.checks.leavings import cache_leavings, records_folders, state_leavings
 from aionn.cli.checks.row import ROOT, Row, fail, ok, warn

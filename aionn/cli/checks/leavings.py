@@ -25,8 +25,7 @@ from aionn.caching.export_folder import clean_up
 from aionn.caching.manifest import Manifest
 from aionn.caching.private_folder import free_folder
 from aionn.caching.state import UNUSED_KEPT_S
-from aionn.caching.store.directory import MANIFEST, CacheDirectory
-from aionn.caching.store.files import is_hex
+from aionn.caching.store.directory import MANIFEST, CacheDirectory, is_hex
 from aionn.caching.store.housekeeping import Housekeeping
 from aionn.caching.store.writing import empty_trash
 from aionn.cli.checks.processes import Orphan, is_orphan

@@ -40,8 +40,7 @@ from aionn.runtime.preparing.partition import Partition
 from aionn.runtime.preparing.preparation import Found, prepare
 from aionn.runtime.preparing.renewal import Renewal
 from aionn.runtime.progress import Progress
-from aionn.runtime.serving.compiled_model import CompiledModel
-from aionn.runtime.serving.members import NotNowError
+from aionn.runtime.serving.compiled_model import CompiledModel, NotNowError
 from aionn.runtime.serving.planned_execution import StepFailure
 from aionn.runtime.serving.planned_model import PlannedModel
 from aionn.runtime.serving.serving import Serving

@@ -9,10 +9,8 @@ idling       give the driver's memory back while the app does not use a compilat
 tuning       store the better artifact that an engine offers while it runs
 background   make a better stage behind the stream: ask a backend, or have the worker compile it
 worker       the local worker: a process at the lowest priority that compiles, as a backend
-request      what an app asks of one compile
 preparation  one model on one device: HIT, MISS, DECLINED or NO_CACHE
 compile_acts the acts of a compile: name an entry, look it up, load it, or make it
 options      check the options of engines, and digest the files that they name
 adopting     ask a backend, and take what it offers if the driver believes it
-in_time      wait for work that may hang, such as the digest of a model, for a bounded time
 """

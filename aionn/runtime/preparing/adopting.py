@@ -31,7 +31,7 @@ from aionn.caching.offers import ArtifactRequest, CompileBackend, Offered
 from aionn.caching.outcomes import refusal_of_os_error
 from aionn.caching.statement import Statement, claimed_statement, verified_statement
 from aionn.caching.store import CacheStore, Hit, Miss, Publisher
-from aionn.caching.store.files import copy_into
+from aionn.caching.store.directory import copy_into
 from aionn.caching.token import decode_parts
 from aionn.errors import AionnError, CallerError, CompilationError
 from aionn.hal.interfaces import CacheHandles, PrepareOptions
@@ -42,12 +42,11 @@ from aionn.hal.types import Priority
 from aionn.remote.device import RemoteDevice, RemotePreparedModel
 from aionn.runtime.logs import about
 from aionn.runtime.model import adopt as take_operands
-from aionn.runtime.preparing.compile_acts import Missed, bound, refusal_from, refusal_of, wants_lanes
-from aionn.runtime.preparing.in_time import digested, in_time
+from aionn.runtime.preparing.compile_acts import Missed, bound, digested, refusal_from, refusal_of, wants_lanes
 from aionn.runtime.preparing.options import may_name_file
 from aionn.runtime.processes.devices import Devices
-from aionn.runtime.progress import ASKING_BACKEND, LOADING, model_name, step, watched
-from aionn.tasks import run_in_thread, seconds_until
+from aionn.runtime.progress import ASKING_BACKEND, LOADING, current
+from aionn.tasks import in_time, run_in_thread, seconds_until
 
 logger = logging.getLogger("aionn.runtime")
 
@@ -90,33 +89,33 @@ async def offered_instead(missed: Missed, backend: CompileBackend, most_s: float
         return NotTaken(str(refusal), refusal)
     digest = await digested(missed.devices, request.model)
     wanted = dataclasses.replace(missed.wanted, model_digest=digest)
-    step(remote.name, ASKING_BACKEND)
+    current.get().enter(remote.name, ASKING_BACKEND)
     offered = await _answer(missed, backend, digest, most_s)
     if isinstance(offered, NotTaken):
         return offered
-    step(remote.name, LOADING)
+    current.get().enter(remote.name, LOADING)
     found = await Adoption(missed.devices, store, remote, request.options, wanted, keyring).take(offered, missed.miss, request.model)
     if isinstance(found, Refusal):
         what = "device %r did not adopt the offered compilation of model %r, which is compiled here: %s"
-        logger.warning(what, remote.name, model_name(), found, extra=about(device=remote.name, model=model_name()))
+        logger.warning(what, remote.name, current.get().named.name, found, extra=about(device=remote.name, model=current.get().named.name))
         return NotTaken(f"the offered compilation was refused: {found}", found)
     return found
 
 
 async def _answer(missed: Missed, backend: CompileBackend, digest: bytes, most_s: float) -> Offered | NotTaken:
     """Ask the backend. An error of the backend is logged, and never raised."""
-    devices, remote, deadline_ns = missed.devices, missed.remote, missed.request.options.deadline_ns
-    progress, name, waits = watched(), model_name(), True
+    devices, remote = missed.devices, missed.remote
+    progress, name, waits = current.get(), current.get().named.name, True
 
     def report(words: str) -> None:
-        if waits and progress is not None:
+        if waits:
             progress.says(remote.name, str(words))
 
     request = request_of(missed, digest, report)
     extra = about(device=remote.name, model=name)
     try:
-        left_s = seconds_until(deadline_ns)
-        wait_s = min(backend.wait_s, most_s, math.inf if left_s is None else left_s * _SHARE)
+        left_s = missed.request.left_s(_SHARE)
+        wait_s = min(backend.wait_s, most_s, math.inf if left_s is None else left_s)
         with trace.span("prepare.ask", device=remote.name):
             answer = await in_time(devices.tasks, partial(_asked, backend, request), None if wait_s == math.inf else wait_s, _close)
     except Exception as error:

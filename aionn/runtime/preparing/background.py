@@ -42,10 +42,12 @@ from aionn.hal.types import CACHE_TOKEN_BYTES
 from aionn.remote.device import RemoteDevice, RemotePreparedModel
 from aionn.runtime.preparing.adopting import Adoption, NotTaken, offered_instead, request_of
 from aionn.runtime.preparing.compile_acts import (
+    CacheChoice,
+    CompileRequest,
     Missed,
     UnsupportedOperationError,
-    bound,
     compile_model,
+    digested,
     leave,
     load_files,
     log_refusal,
@@ -56,12 +58,10 @@ from aionn.runtime.preparing.compile_acts import (
     wanted_of,
     wants_lanes,
 )
-from aionn.runtime.preparing.in_time import digested
 from aionn.runtime.preparing.partition import prepare_on
-from aionn.runtime.preparing.request import CacheChoice, CompileRequest
 from aionn.runtime.preparing.worker import LocalWorker, UnsavedError
 from aionn.runtime.processes.devices import Devices
-from aionn.runtime.progress import LOADING, LOOKING, counted, model_name, refused, step, watched
+from aionn.runtime.progress import LOADING, LOOKING, current
 from aionn.runtime.serving.planned_model import Prepared
 
 _REFUSALS = 2
@@ -126,7 +126,7 @@ async def make(devices: Devices, names: Sequence[str], request: CompileRequest, 
     ends_s = anyio.current_time() + effort.timeout_s
 
     async def one(name: str, request: CompileRequest) -> tuple[RemotePreparedModel, CacheOutcome]:
-        with counted(name) as attempt, devices.kept(name, request.options.priority):
+        with current.get().on(name) as attempt, devices.kept(name, request.options.priority):
             making = _Making(devices, name, request, effort, ends_s)
             try:
                 prepared, by, outcome = await making.make()
@@ -139,8 +139,7 @@ async def make(devices: Devices, names: Sequence[str], request: CompileRequest, 
 
     with anyio.move_on_after(effort.timeout_s):
         prepared, outcomes = await prepare_on(devices, names, request, one)
-        if (progress := watched()) is not None:
-            progress.outcomes = outcomes
+        current.get().outcomes = outcomes
         not_kept = next((outcome.not_kept for outcome in outcomes if outcome.not_kept is not None), None)
         return Made(prepared, max(ways, key=_WAYS.index), not_kept)
     raise DeadlineError(
@@ -182,7 +181,7 @@ class _Making:
         return await self._devices.get(self._name, self._options.priority)
 
     async def _in_driver(self, serving: RemoteDevice) -> _Way:
-        return self._way(await compile_model(self._devices, serving, self._model, self._options), "driver")
+        return self._way(await compile_model(self._devices, serving, self._request), "driver")
 
     def _way(self, prepared: RemotePreparedModel, by: str) -> _Way:
         kind = CacheOutcomeKind.HIT if by == "cache" else CacheOutcomeKind.NO_CACHE
@@ -196,7 +195,7 @@ class _Making:
             serving = await self._serving()
             wanted = wanted_of(serving, self._request, cache.token, cache.operations)
             # A hit shares the entry with every reader. A miss holds its compile lock, so that no other process compiles the model.
-            step(self._name, LOOKING)
+            current.get().enter(self._name, LOOKING)
             found = await open_entry(cache.store, wanted, bad, cache.store.wait_s)
             made: _Way | None = None
             try:
@@ -234,7 +233,7 @@ class _Making:
         if self._first_miss is None and found.outcome.reason is not None:
             self._first_miss = found.outcome
             if bad is None:
-                refused(cache.store.path, self._name, Refusal(found.outcome.reason, found.outcome.detail))
+                current.get().refused(cache.store.path, self._name, Refusal(found.outcome.reason, found.outcome.detail))
 
     async def _artifact(self, missed: Missed) -> _Way | Offered | _Next | None:
         """End a miss of the cache.
@@ -289,7 +288,7 @@ class _Making:
         if isinstance(found, NotTaken):
             self._effort.compiles_here(found.reason)
             if found.refusal is not None and missed.store is not None:
-                refused(missed.store.path, self._name, found.refusal)
+                current.get().refused(missed.store.path, self._name, found.refusal)
             return None
         prepared, outcome = found
         self._not_kept(missed, outcome.save_failure)
@@ -305,8 +304,7 @@ class _Making:
     async def _stored(self, serving: RemoteDevice, hit: Hit) -> _Way:
         """Load an entry of the cache."""
         with self._loading():
-            handles = bound(hit.handles, hit.manifest.model_digest)
-            return self._way(await load_files(serving, self._model, self._options, handles), "cache")
+            return self._way(await load_files(serving, self._request, hit), "cache")
 
     async def _loaded(self, missed: Missed, offered: Offered) -> _Way:
         """Load the worker's artifact, then publish it if there is a publisher. Closes `offered`."""
@@ -322,8 +320,8 @@ class _Making:
 
     @contextmanager
     def _loading(self) -> Iterator[None]:
-        step(self._name, LOADING)
-        with trace.span("stage.load", device=self._name, model=model_name()):
+        current.get().enter(self._name, LOADING)
+        with trace.span("stage.load", device=self._name, model=current.get().named.name):
             yield
 
     def _not_kept(self, missed: Missed, failure: Refusal | None) -> None:
@@ -332,4 +330,4 @@ class _Making:
             if self._first_miss is not None:
                 self._first_miss = dataclasses.replace(self._first_miss, save_failure=failure)
             missed.store.warn(failure)
-            refused(missed.store.path, self._name, failure)
+            current.get().refused(missed.store.path, self._name, failure)

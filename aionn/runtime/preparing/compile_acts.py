@@ -1,12 +1,12 @@
-"""The acts of a compile: name an entry, look it up, load it, or make it.
+"""The acts of a compile: name an entry, look it up, load it, or make it. `CompileRequest` is what an app asks of it.
 
     name it       `wanted_of`: the entry of a model on a device
     look it up    `look_up`: a hit, a miss with the right to store the entry, or the note that the device declined
     load it       `load`: the driver takes the files of a hit; the model is not sent
     make it       `compile_and_publish`, or `adopting` if a compile backend offers it
 
-A save that fails does not fail the compile: the failure is `outcome.save_failure`. The cache also remembers which models a device cannot
-run at all (`_UNSUPPORTED`), so a second start need not ask the device again.
+A save that fails does not fail the compile: the failure is `outcome.save_failure`. The cache also
+remembers which models a device cannot run at all (`_UNSUPPORTED`), so a second start need not ask the device again.
 
 Which model an entry is for. The token that names an entry is the app's claim. Drivers get another token and keep digests
 under it. That token is made of the entry's key and the model's own digest (`bound`). So the driver does not know an artifact of
@@ -26,7 +26,6 @@ import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import TYPE_CHECKING
 
 import anyio
 import msgspec
@@ -36,26 +35,81 @@ from aionn.caching import CacheOutcome, CacheOutcomeKind, KeyParts, MissReason, 
 from aionn.caching.store import CacheStore, Declined, Hit, Miss, Publisher
 from aionn.caching.token import device_token
 from aionn.errors import AionnError, CallerError, CompilationError, DeadlineError, DriverDiedError, DriverHungError
+from aionn.file_ranges import until
 from aionn.hal.interfaces import CacheHandles, PrepareOptions
 from aionn.hal.model import OPAQUE, Model, Operation, known_token
 from aionn.hal.types import MAX_CACHE_FILES, NO_LANES
 from aionn.remote.device import RemoteDevice, RemotePreparedModel
 from aionn.runtime.logs import about
-from aionn.runtime.model import adopt, check_compiled, is_read
-from aionn.runtime.preparing.in_time import in_time, read
-from aionn.runtime.preparing.request import CompileRequest
-from aionn.runtime.preparing.step_model import StepModel
+from aionn.runtime.model import Source, adopt, is_read, source_of
 from aionn.runtime.processes.devices import Devices
-from aionn.runtime.progress import ASKING, COMPILING, LOADING, model_name, refused, step, waits
-from aionn.tasks import Tasks, seconds_until
+from aionn.runtime.progress import ASKING, COMPILING, LOADING, READING, CompilationReports, current
+from aionn.tasks import in_time, seconds_until
 
-if TYPE_CHECKING:
-    from aionn.runtime.serving.planned_model import Prepared
+
+class CacheChoice(msgspec.Struct, frozen=True):
+    """Where an app wants a compilation kept, and under which token.
+
+    Attributes:
+        token: the app's, 32 bytes.
+        operations: indices of the operations, for one step of a plan. None for a whole model.
+        required: whether the first preparation fails if the cache cannot keep the compilation.
+    """
+
+    store: CacheStore
+    token: bytes
+    operations: tuple[int, ...] | None = None
+    required: bool = False
+
+
+class CompileRequest(msgspec.Struct, frozen=True):
+    """What an app asks of one compile. All of it has been checked.
+
+    Attributes:
+        model: what is compiled, or one step of it.
+        options: how to prepare the model, and until when.
+        reports: how the compilation is shown.
+        candidates: names of the devices that may be used, best first, or None for every installed one. For mode "staged" the stages.
+        cache: where the compilation is kept, or None.
+        idle_s: after so long without use, the driver's memory is given back. None: never.
+        stage: the stage that serves from the start, in mode "staged". None: the stage is named after its device.
+    """
+
+    model: Model
+    options: PrepareOptions
+    reports: CompilationReports
+    candidates: Sequence[str] | None = None
+    cache: CacheChoice | None = None
+    idle_s: float | None = None
+    stage: str | None = None
+
+    def of(self, model: Model, cache: CacheChoice | None, open_outputs: tuple[str, ...] = ()) -> CompileRequest:
+        """Return the same for another model, or one step of the model, kept elsewhere."""
+        return msgspec.structs.replace(self, model=model, cache=cache, options=dataclasses.replace(self.options, open_outputs=open_outputs))
+
+    def without_deadline(self, open_outputs: tuple[str, ...] = ()) -> CompileRequest:
+        """Return the same for work that no caller waits for. `open_outputs`: as in `PrepareOptions`."""
+        return msgspec.structs.replace(self, options=dataclasses.replace(self.options, deadline_ns=None, open_outputs=open_outputs))
+
+    def left_s(self, share: float = 1.0) -> float | None:
+        """Return that share of the seconds until the caller's deadline. Returns None without a deadline."""
+        deadline_ns = self.options.deadline_ns
+        return None if deadline_ns is None else seconds_until(deadline_ns) * share
+
+    def ending_in(self, seconds: float) -> CompileRequest:
+        """Return the same for an act that may take so long."""
+        deadline_ns = time.monotonic_ns() + int(seconds * 1e9)
+        return msgspec.structs.replace(self, options=dataclasses.replace(self.options, deadline_ns=deadline_ns))
+
+    def unkept(self, refusal: Refusal) -> str:
+        """Return the sentence for an app that requires the cache, which does not keep the compilation. Returns an empty text for others."""
+        if self.cache is None or not self.cache.required:
+            return ""
+        kept = f"cache_required: cache {self.cache.store.path} cannot keep compilation {self.reports.named.name!r} ({refusal})"
+        return f"{kept}; mend that, give another cache_dir, or leave cache_required out"
+
 
 logger = logging.getLogger("aionn.runtime")
-
-Found = tuple["Prepared", tuple[CacheOutcome, ...]]
-"""What was prepared, and the outcome of each step."""
 
 Opened = Hit | Miss | Declined
 
@@ -135,7 +189,7 @@ def why_not_cached(remote: RemoteDevice) -> str:
     return detail
 
 
-async def look_up(devices: Devices, store: CacheStore, wanted: Wanted, options: PrepareOptions, bad: tuple[Hit, Refusal] | None) -> Opened:
+async def look_up(devices: Devices, request: CompileRequest, store: CacheStore, wanted: Wanted, bad: tuple[Hit, Refusal] | None) -> Opened:
     """Open an entry within the time that a cache may take.
 
     Args:
@@ -144,9 +198,8 @@ async def look_up(devices: Devices, store: CacheStore, wanted: Wanted, options: 
     Returns:
         A miss with the reason TOO_SLOW if the cache directory did not answer in time.
     """
-    left_s = seconds_until(options.deadline_ns)
-    patience_s = None if left_s is None else left_s * _CACHE_SHARE
-    give_up_ns = None if patience_s is None else time.monotonic_ns() + int(patience_s * 1e9)
+    patience_s = request.left_s(_CACHE_SHARE)
+    give_up_at = None if patience_s is None else time.monotonic() + patience_s
     if bad is None:
         # The usual case waits for no other process. It needs no `in_time` and no task.
         with nullcontext() if patience_s is None else anyio.move_on_after(patience_s):
@@ -154,7 +207,7 @@ async def look_up(devices: Devices, store: CacheStore, wanted: Wanted, options: 
             if there is not None:
                 return there
         devices.check_open()
-    more_s = None if give_up_ns is None else (give_up_ns - time.monotonic_ns()) / 1e9
+    more_s = None if give_up_at is None else give_up_at - time.monotonic()
     if more_s is None or more_s > 0:
         # A little less for waiting, so that a store in good health says BUSY itself.
         wait_s = store.wait_s if more_s is None else min(store.wait_s, more_s * 0.9)
@@ -180,7 +233,7 @@ async def open_entry(store: CacheStore, wanted: Wanted, bad: tuple[Hit, Refusal]
         wait_s: how long to wait for another compiler.
     """
     with store.in_use():  # a caller that waits for this task may leave before the task ends
-        tell = partial(waits, wanted.device)
+        tell = partial(current.get().waits, wanted.device)
         if bad is not None and bad[0].manifest.key == wanted.key:
             return await bad[0].refuse(bad[1], wait_s=wait_s, waits=tell)
         return await store.open(wanted, wait_s=wait_s, waits=tell)
@@ -202,32 +255,29 @@ async def leave(found: Opened, prepared: RemotePreparedModel | None) -> None:
 # --- load it ------------------------------------------------------------------------------------------------------------
 
 
-async def load(remote: RemoteDevice, model: Model, options: PrepareOptions, hit: Hit) -> RemotePreparedModel:
+async def load(remote: RemoteDevice, request: CompileRequest, hit: Hit) -> RemotePreparedModel:
     """Load an entry in the driver, within the time that a cache may take.
 
     Raises:
         AionnError: the driver refused the entry, or took too long.
     """
-    left_s = seconds_until(options.deadline_ns)
-    if left_s is not None and hit.outcome.saved_s <= left_s * _CACHE_SHARE:
-        options = dataclasses.replace(options, deadline_ns=time.monotonic_ns() + int(left_s * _CACHE_SHARE * 1e9))
-    step(remote.name, LOADING)
-    with trace.span("prepare.from_cache", device=remote.name, model=model_name()):
-        return await load_files(remote, model, options, bound(hit.handles, hit.manifest.model_digest))
+    most_s = request.left_s(_CACHE_SHARE)
+    if most_s is not None and hit.outcome.saved_s <= most_s:
+        request = request.ending_in(most_s)
+    current.get().enter(remote.name, LOADING)
+    with trace.span("prepare.from_cache", device=remote.name, model=current.get().named.name):
+        return await load_files(remote, request, hit)
 
 
-async def load_files(remote: RemoteDevice, model: Model, options: PrepareOptions, handles: CacheHandles) -> RemotePreparedModel:
-    """Load cache files in the driver, whatever the time. A model whose operands are not known yet takes them from there.
-
-    Args:
-        handles: as `bound` returns them.
+async def load_files(remote: RemoteDevice, request: CompileRequest, hit: Hit) -> RemotePreparedModel:
+    """Load the files of an entry in the driver, whatever the time. A model whose operands are not known yet takes them from there.
 
     Raises:
         AionnError: the driver refused the files.
         CompilationError: the driver loaded a model with other inputs or outputs, or with another order of them.
     """
-    prepared = await remote.prepare_model_from_cache(options, handles)
-    if not adopt(model, prepared.inputs, prepared.outputs):
+    prepared = await remote.prepare_model_from_cache(request.options, bound(hit.handles, hit.manifest.model_digest))
+    if not adopt(request.model, prepared.inputs, prepared.outputs):
         prepared.release()
         raise CompilationError(
             "the cached compilation has other inputs or outputs than the model",
@@ -241,7 +291,7 @@ async def load_files(remote: RemoteDevice, model: Model, options: PrepareOptions
 
 async def supported_by(remote: RemoteDevice, model: Model, options: PrepareOptions) -> Sequence[bool]:
     """Return for each operation whether the device can run it. The model is read."""
-    step(remote.name, ASKING)
+    current.get().enter(remote.name, ASKING)
     with trace.span("plan.supported_operations", device=remote.name):
         return await remote.get_supported_operations(model, options.deadline_ns, options=options.of(remote.name))
 
@@ -276,7 +326,7 @@ def _described(operation: Operation) -> str:
     return f"operator {operation.domain or 'ai.onnx'}.{operation.op_type} (node {operation.name!r})"
 
 
-async def compile_model(devices: Devices, remote: RemoteDevice, model: Model, options: PrepareOptions) -> RemotePreparedModel:
+async def compile_model(devices: Devices, remote: RemoteDevice, request: CompileRequest) -> RemotePreparedModel:
     """Compile a model on a device, without a cache.
 
     Raises:
@@ -284,16 +334,15 @@ async def compile_model(devices: Devices, remote: RemoteDevice, model: Model, op
         UnsupportedOperationError: the device cannot run every node.
         CompilationError, DeadlineError, DriverDiedError, DriverHungError, MemoryAllocationError
     """
+    model, options, source = request.model, request.options, source_of(request.model)
     await read(devices, model, remote.name)
     await check_supported(remote, model, options)
-    step(remote.name, COMPILING)
-    with trace.span("prepare", device=remote.name, model=model_name()):
+    current.get().enter(remote.name, COMPILING)
+    with trace.span("prepare", device=remote.name, model=current.get().named.name):
         prepared = await remote.prepare_model(model, options)
     try:
-        if isinstance(model, StepModel):
-            model.check_compiled(prepared.contents)
-        else:
-            check_compiled(model, prepared.contents)
+        if source is not None:
+            source.compiled(model, prepared.contents)
     except CallerError:
         prepared.release()
         raise
@@ -305,11 +354,10 @@ async def compile_and_publish(missed: Missed) -> tuple[RemotePreparedModel, Cach
 
     Raises: as `compile_model`.
     """
-    devices, remote, model, options = missed.devices, missed.remote, missed.request.model, missed.request.options
-    miss, store = missed.miss, missed.store
-    publisher = miss.publisher
+    devices, remote, request, miss, store = missed.devices, missed.remote, missed.request, missed.miss, missed.store
+    model, options, publisher = request.model, request.options, miss.publisher
     if publisher is None or store is None:
-        return await compile_model(devices, remote, model, options), miss.outcome
+        return await compile_model(devices, remote, request), miss.outcome
     await read(devices, model, remote.name, digest=True)
     publisher.wanted = dataclasses.replace(publisher.wanted, model_digest=model.token)
     try:
@@ -317,9 +365,9 @@ async def compile_and_publish(missed: Missed) -> tuple[RemotePreparedModel, Cach
     except UnsupportedOperationError as error:
         await publisher.decline(error.reason)
         raise
-    step(remote.name, COMPILING, publisher.last_compile_s)
+    current.get().enter(remote.name, COMPILING, publisher.last_compile_s)
     began_ns = time.monotonic_ns()
-    with trace.span("prepare", device=remote.name, model=model_name()):
+    with trace.span("prepare", device=remote.name, model=current.get().named.name):
         prepared = await remote.prepare_model(model, options, bound(publisher.handles, model.token))
     took_ns = time.monotonic_ns() - began_ns
     if prepared.save_outcome not in ("saved", "declined"):
@@ -327,7 +375,7 @@ async def compile_and_publish(missed: Missed) -> tuple[RemotePreparedModel, Cach
     else:
         miss.publisher = None  # publishing closes the publisher
         try:
-            failure = await _publish(devices.tasks, store, publisher, prepared.save_outcome == "declined", took_ns, options)
+            failure = await _publish(missed, store, publisher, prepared.save_outcome == "declined", took_ns)
         except BaseException:
             prepared.release()  # the caller gets no model
             raise
@@ -336,9 +384,7 @@ async def compile_and_publish(missed: Missed) -> tuple[RemotePreparedModel, Cach
     return prepared, dataclasses.replace(miss.outcome, save_failure=failure)
 
 
-async def _publish(
-    tasks: Tasks, store: CacheStore, publisher: Publisher, declined: bool, compile_ns: int, options: PrepareOptions
-) -> Refusal | None:
+async def _publish(missed: Missed, store: CacheStore, publisher: Publisher, declined: bool, compile_ns: int) -> Refusal | None:
     """Publish an entry. Returns why the entry was not stored, or None.
 
     Publishing goes on in the background if the deadline comes before the disk is done.
@@ -350,11 +396,52 @@ async def _publish(
         with store.in_use():
             return (await publish(),)
 
-    left_s = seconds_until(options.deadline_ns)
-    if left_s is None:
+    most_s = missed.request.left_s(_PUBLISH_SHARE)
+    if most_s is None:
         return await publish()
-    published = await in_time(tasks, keep, left_s * _PUBLISH_SHARE, None)
+    published = await in_time(missed.devices.tasks, keep, most_s, None)
     return published[0] if published is not None else Refusal(MissReason.TOO_SLOW, "it is still being stored at the deadline")
+
+
+# --- digest and read a model ---------------------------------------------------------------------------------------------
+
+
+async def digested(devices: Devices, model: Model) -> bytes:
+    """Return the model's token, made now if it is not known.
+
+    Raises:
+        CallerError: a file is broken, or has changed; or the runtime was closed.
+    """
+    source = source_of(model)
+    if source is not None:
+        devices.check_open()
+        # The thread goes on if its caller leaves, for the next one. It ends when the runtime closes.
+        await devices.disk.ask(until, lambda: devices.closed, partial(source.digest, model))
+    return model.token
+
+
+async def read(devices: Devices, model: Model, device: str = "", *, digest: bool = False) -> None:
+    """Have the model's graph read, if it has not been.
+
+    Args:
+        device: for which it is read. It shows that step.
+        digest: have the model digested before, so that what is read is compared with it.
+
+    Raises:
+        CallerError, CompilationError: a file is broken, or has changed; or the runtime was closed.
+    """
+    source = source_of(model)
+    if source is not None:
+        if device and not is_read(model):
+            current.get().enter(device, READING)
+        devices.check_open()
+        await devices.disk.ask(until, lambda: devices.closed, partial(_read, source, model, digest))
+
+
+def _read(source: Source, model: Model, digest: bool) -> None:
+    if digest:
+        source.digest(model)
+    source.read(model)
 
 
 # --- refusals -----------------------------------------------------------------------------------------------------------
@@ -390,10 +477,10 @@ def log_refusal(store: CacheStore, remote: RemoteDevice, refusal: Refusal, error
 
     Lost records are one warning per cache, because each of its entries is then refused once.
     """
-    refused(store.path, remote.name, refusal)
+    current.get().refused(store.path, remote.name, refusal)
     if refusal.reason is MissReason.NO_INTEGRITY_RECORD and not isinstance(error, DriverDiedError):
         way_out = "keep that folder as long as the cache, or choose one that lasts with Runtime(state_dir=) or --state-dir"
         store.warn(Refusal(refusal.reason, f"the records that vouch for it are lost: {refusal.detail}; {way_out}"))
         return
     what = "device %r did not take the cached compilation of model %r, which is compiled again: %s"
-    logger.warning(what, remote.name, model_name(), refusal, extra=about(device=remote.name, model=model_name()))
+    logger.warning(what, remote.name, current.get().named.name, refusal, extra=about(device=remote.name, model=current.get().named.name))

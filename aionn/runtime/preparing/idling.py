@@ -23,8 +23,7 @@ import anyio
 from aionn import trace
 from aionn.errors import AionnError
 from aionn.hal.types import Priority
-from aionn.runtime.serving.compiled_model import CompiledModel
-from aionn.runtime.serving.members import Rest
+from aionn.runtime.serving.compiled_model import CompiledModel, Rest
 from aionn.runtime.serving.serving import Serving
 from aionn.runtime.session import Session
 

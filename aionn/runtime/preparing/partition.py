@@ -24,16 +24,14 @@ from aionn.hal.values import outside_frames
 from aionn.remote.device import RemotePreparedModel
 from aionn.runtime.logs import about
 from aionn.runtime.model import adopt
-from aionn.runtime.preparing.compile_acts import UnsupportedOperationError, supported_by
-from aionn.runtime.preparing.in_time import digested, in_time, read
+from aionn.runtime.preparing.compile_acts import CompileRequest, UnsupportedOperationError, digested, read, supported_by
 from aionn.runtime.preparing.kept_plan import KeptPlan, decoded, encoded, scope_of
 from aionn.runtime.preparing.preparation import Found, prepare
-from aionn.runtime.preparing.request import CompileRequest
 from aionn.runtime.preparing.step_model import OtherModelError, Parts, StepModel
 from aionn.runtime.processes.devices import Devices
-from aionn.runtime.progress import model_name
+from aionn.runtime.progress import current
 from aionn.runtime.serving.planned_model import PlannedModel, PlannedStep, Prepared
-from aionn.tasks import seconds_until, ungrouped
+from aionn.tasks import in_time, ungrouped
 
 logger = logging.getLogger("aionn.runtime")
 
@@ -83,7 +81,7 @@ class Partition:
             return await self.prepare(plan.steps, plan)
         except (OtherModelError, CompilationError) as error:  # of the plan's fault, or the same comes of the plan that is made now
             words = "the plan that the cache keeps for model %r is not used, and the model is cut again: %s"
-            logger.warning(words, model_name(), str(error), extra=about(model=model_name()))
+            logger.warning(words, current.get().named.name, str(error), extra=about(model=current.get().named.name))
             trace.count("plan.refused", reason=str(error))
             return None
 
@@ -118,7 +116,7 @@ class Partition:
             )
         names = "+".join(dict.fromkeys(step.device for step in steps))
         words = "model %r is cut into %d steps over the devices %s"
-        logger.info(words, model_name(), len(steps), names, extra=about(model=model_name()))
+        logger.info(words, current.get().named.name, len(steps), names, extra=about(model=current.get().named.name))
         trace.count("plan.cut", steps=len(steps), devices="+".join(self.capable))
         found = await self.prepare(steps)
         try:
@@ -200,8 +198,7 @@ class Partition:
 
     async def _in_time(self, work: Callable[[], Awaitable[T]]) -> T | None:
         """Wait for the disk for a part of the time that is left."""
-        left_s = seconds_until(self._options.deadline_ns)
-        return await in_time(self._devices.tasks, work, None if left_s is None else left_s * _PLAN_SHARE, None)
+        return await in_time(self._devices.tasks, work, self._request.left_s(_PLAN_SHARE), None)
 
 
 def _first_of(group: BaseExceptionGroup[BaseException]) -> BaseException:
@@ -281,8 +278,8 @@ async def prepare_on(devices: Devices, names: Sequence[str], request: CompileReq
         try:
             versions[name] = (await devices.get(name, request.options.priority)).version
         except DeviceUnavailableError as error:
-            extra = about(device=name, model=model_name())
-            logger.warning("device %r is passed over for model %r: %s", name, model_name(), error, extra=extra)
+            extra = about(device=name, model=current.get().named.name)
+            logger.warning("device %r is passed over for model %r: %s", name, current.get().named.name, error, extra=extra)
     versions[names[0]] += "; first"
     found = await partition.kept(versions)
     if found is None:

@@ -22,6 +22,8 @@ from aionn.caching.store import Declined, Hit
 from aionn.errors import AionnError, CallerError
 from aionn.remote.device import RemoteDevice, RemotePreparedModel
 from aionn.runtime.preparing.compile_acts import (
+    CacheChoice,
+    CompileRequest,
     Missed,
     UnsupportedOperationError,
     compile_and_publish,
@@ -36,10 +38,8 @@ from aionn.runtime.preparing.compile_acts import (
     wants_lanes,
     why_not_cached,
 )
-from aionn.runtime.preparing.request import CacheChoice, CompileRequest
 from aionn.runtime.processes.devices import Devices
-from aionn.runtime.progress import LOOKING, counted, refused, step
-from aionn.tasks import seconds_until
+from aionn.runtime.progress import LOOKING, current
 
 if TYPE_CHECKING:
     from aionn.runtime.serving.planned_model import Prepared
@@ -55,13 +55,13 @@ async def prepare(devices: Devices, name: str, request: CompileRequest) -> tuple
         UnsupportedOperationError: the device cannot run every node.
         CompilationError, DeadlineError, DeviceUnavailableError, DriverDiedError, DriverHungError, MemoryAllocationError
     """
-    options, cache = request.options, request.cache
+    cache = request.cache
     in_use = nullcontext() if cache is None else cache.store.in_use()
-    with devices.kept(name, options.priority) as device, in_use, counted(name) as attempt:
+    with devices.kept(name, request.options.priority) as device, in_use, current.get().on(name) as attempt:
         try:
             remote = await devices.live(device)
             if cache is None:
-                prepared = await compile_model(devices, remote, request.model, options)
+                prepared = await compile_model(devices, remote, request)
                 outcome = CacheOutcome(CacheOutcomeKind.NO_CACHE, None, name)
             else:
                 prepared, outcome = await _through_cache(devices, remote, request, cache)
@@ -73,7 +73,7 @@ async def prepare(devices: Devices, name: str, request: CompileRequest) -> tuple
     trace.count("compile.cache", kind=outcome.kind.value, reason=reason, detail=outcome.detail, device=name)
     if outcome.save_failure is not None:
         if cache is not None:
-            refused(cache.store.path, name, outcome.save_failure)
+            current.get().refused(cache.store.path, name, outcome.save_failure)
         trace.count("compile.save_failed", reason=outcome.save_failure.reason.value, detail=outcome.save_failure.detail, device=name)
     return prepared, outcome
 
@@ -81,39 +81,39 @@ async def prepare(devices: Devices, name: str, request: CompileRequest) -> tuple
 async def _through_cache(
     devices: Devices, remote: RemoteDevice, request: CompileRequest, cache: CacheChoice
 ) -> tuple[RemotePreparedModel, CacheOutcome]:
-    model, options, name, store = request.model, request.options, remote.name, cache.store
+    name, store = remote.name, cache.store
     bad: tuple[Hit, Refusal] | None = None
     while remote.cache_files.supported:
         wanted = wanted_of(remote, request, cache.token, cache.operations)
-        step(name, LOOKING)
-        found = await look_up(devices, store, wanted, options, bad)
+        current.get().enter(name, LOOKING)
+        found = await look_up(devices, request, cache.store, wanted, bad)
         made: RemotePreparedModel | None = None
         outcome = found.outcome
         try:
             if isinstance(found, Hit):
                 try:
-                    made = await load(remote, model, options, found)
+                    made = await load(remote, request, found)
                 except AionnError as error:
                     # An error by the deadline of the whole call is the caller's. So is the error of a runtime that closes, and of a
                     # device that cannot run so many instances: the entry is right.
-                    if seconds_until(options.deadline_ns) == 0.0 or devices.closed or wants_lanes(error):
+                    if request.left_s() == 0.0 or devices.closed or wants_lanes(error):
                         raise
                     bad = found, refusal_of(error)
                     log_refusal(store, remote, bad[1], error)
             elif isinstance(found, Declined):
-                raise_if_unsupported(remote, model, found)
-                made = await compile_model(devices, remote, model, options)
+                raise_if_unsupported(remote, request.model, found)
+                made = await compile_model(devices, remote, request)
             else:
                 if bad is None and outcome.reason is not None:
-                    refused(store.path, name, Refusal(outcome.reason, outcome.detail))
+                    current.get().refused(store.path, name, Refusal(outcome.reason, outcome.detail))
                 made, outcome = await _missed(Missed(devices, remote, request, wanted, found, store))
         finally:
             await leave(found, made)
         if made is not None:
             return made, outcome
         # The driver may have ended because of the entry. The next driver may have another version, so the entry is looked up again.
-        remote = await devices.get(name, options.priority)
-    made = await compile_model(devices, remote, model, options)
+        remote = await devices.get(name, request.options.priority)
+    made = await compile_model(devices, remote, request)
     return made, CacheOutcome(CacheOutcomeKind.NO_CACHE, None, name, why_not_cached(remote))
 
 
@@ -127,12 +127,12 @@ async def _missed(missed: Missed) -> tuple[RemotePreparedModel, CacheOutcome]:
         if not isinstance(found, NotTaken):
             return found
         if found.refusal is not None and missed.store is not None:
-            refused(missed.store.path, remote.name, found.refusal)
+            current.get().refused(missed.store.path, remote.name, found.refusal)
             miss.outcome = dataclasses.replace(miss.outcome, reason=found.refusal.reason, detail=found.refusal.detail)
         if remote.connection.ended_by is not None:  # the offer ended the driver
             missed.remote = await devices.get(remote.name, request.options.priority)
             if missed.remote.version != missed.wanted.device_version:
-                return await compile_model(devices, missed.remote, request.model, request.options), miss.outcome
+                return await compile_model(devices, missed.remote, request), miss.outcome
     return await compile_and_publish(missed)
 
 

@@ -37,10 +37,10 @@ from aionn.errors import (
 from aionn.graph.steps import Step
 from aionn.hal.model import Model
 from aionn.remote.device import RemotePreparedModel
+from aionn.runtime.preparing.compile_acts import CompileRequest
 from aionn.runtime.preparing.idling import Idling
 from aionn.runtime.preparing.plan import prepare_on_best
 from aionn.runtime.preparing.preparation import Found, check_kept
-from aionn.runtime.preparing.request import CompileRequest
 from aionn.runtime.progress import Cause, Progress
 from aionn.runtime.serving.compiled_model import CompiledModel
 from aionn.runtime.serving.serving import Serving

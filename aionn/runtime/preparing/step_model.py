@@ -27,7 +27,10 @@ class OtherModelError(CallerError):
 
 
 class Parts:
-    """The models of all steps of a plan. They are made together at the first use, because the whole graph is walked for them."""
+    """The steps of a plan, and the source of their tokens and graphs (`Source`).
+
+    The graphs of all steps are made together at the first use, because the whole graph is walked for them.
+    """
 
     def __init__(self, whole: hal_model.Model, steps: Sequence[Step]) -> None:
         self.whole = whole
@@ -35,14 +38,76 @@ class Parts:
         self._made: tuple[hal_model.Model, ...] = ()
         self._lock = threading.Lock()
 
-    def part(self, number: int) -> hal_model.Model:
-        """Return the model of a step. The whole model has been read. Blocks."""
+    def digest(self, model: StepModel) -> None:
+        """Digest the whole model, and make the token of the step. See `Source.digest`.
+
+        Raises:
+            CallerError: the model cannot be digested.
+            OtherModelError: the step is that of another model.
+        """
+        source = models.source_of(self.whole)
+        if source is not None:
+            source.digest(self.whole)
+        token = self.whole.token
+        if model.digest not in (b"", token):
+            raise OtherModelError("the plan that the cache keeps under this token is that of another model; a token is unique to one model")
+        _set(model, token=step_token(token, model.step))
+
+    def read(self, model: StepModel) -> None:
+        """Read the whole model, and make the step's graph. See `Source.read`.
+
+        Raises:
+            CallerError, CompilationError: the model cannot be read.
+            OtherModelError: the step is that of another model.
+        """
+        if models.is_read(model):
+            return
+        if model.digest:
+            self.digest(model)
+        source = models.source_of(self.whole)
+        if source is not None:
+            source.read(self.whole)
+        self.cut(model)
+
+    def cut(self, model: StepModel) -> None:
+        """Give a step its graph. The whole model has been read. Blocks.
+
+        Raises:
+            OtherModelError: the model has no such step.
+        """
         from aionn.graph.step_models import step_models  # brings `onnx`, which a cache hit does without
 
+        if model.digest:
+            self._check_kept(model.step)
         with self._lock:
             if not self._made:
                 self._made = step_models(self.whole, self.steps, models.digests_of(self.whole) or {})
-        return self._made[number]
+        part = self._made[model.number]
+        if not models.adopt(model, part.inputs, part.outputs):
+            raise OtherModelError("the cache entry of a step has other inputs or outputs than the step")
+        contents = known_contents(part)
+        _set(model, _contents=contents, operations=part.operations, constants=part.constants, pools=part.pools, graph=part.graph)
+
+    def _check_kept(self, step: Step) -> None:
+        """Compare a step of a plan from a cache with the graph."""
+        from aionn.graph.flow import Flow
+
+        operations = self.whole.operations
+        if step.operations[-1] >= len(operations) or any(operations[i].name != n for i, n in zip(step.operations, step.nodes, strict=True)):
+            raise OtherModelError("the plan that the cache keeps names operations that the model does not have")
+        flow = Flow(self.whole)
+        there = {*step.inputs, *flow.constants, *(name for index in step.operations for name in flow.makes[index])}
+        if not there.issuperset(name for index in step.operations for name in flow.reads[index]) or not there.issuperset(step.outputs):
+            raise OtherModelError("a step of the plan that the cache keeps has other inputs or outputs than its operations")
+
+    def compiled(self, model: StepModel, contents: bytes) -> None:
+        """See `Source.compiled`."""
+        known: dict[tuple[int, ...], bytes] = self.whole.__dict__.setdefault("_compiled_steps", {})
+        before = known_contents(model) or known.setdefault(model.step.operations, contents)
+        if contents != before:
+            raise CallerError(
+                "the weights of the model have changed since it was read; load the model again, and replace files by renaming"
+            )
 
 
 class StepModel(hal_model.Model):
@@ -50,25 +115,20 @@ class StepModel(hal_model.Model):
 
     Attributes:
         whole: the model that was cut.
-        step: which part of it this is.
+        step: which part of it this is. number: of the step in the plan.
+        digest: token of the model that a plan from a cache names. Empty for a plan that was made of the model at hand.
     """
 
     whole: hal_model.Model
     step: Step
     name = ""
-    _parts: Parts
-    _number = 0
-    _digest = b""
+    number: int
+    digest: bytes
+    _source: Parts
 
     def __init__(self, parts: Parts, number: int, digest: bytes) -> None:
-        """Make the model of a step.
-
-        Args:
-            parts: the plan. number: of the step in it.
-            digest: token of the model that a plan from a cache names. Empty for a plan that was made of the model at hand.
-        """
         whole, step = parts.whole, parts.steps[number]
-        _set(self, whole=whole, step=step, name=getattr(whole, "name", ""), _parts=parts, _number=number, _digest=digest)
+        _set(self, whole=whole, step=step, name=getattr(whole, "name", ""), number=number, digest=digest, _source=parts)
         if known := digest or known_token(whole):
             _set(self, token=step_token(known, step))
 
@@ -80,7 +140,7 @@ class StepModel(hal_model.Model):
                 raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
             if name == "token":
                 raise CallerError("the model has not been digested, so the token of its step is not known")
-            self._cut()
+            self._source.cut(self)
             return self.__dict__[name]
 
     def __repr__(self) -> str:
@@ -88,72 +148,6 @@ class StepModel(hal_model.Model):
 
     __eq__ = object.__eq__
     __hash__ = object.__hash__
-
-    def digest_here(self) -> None:
-        """Digest the whole model in the calling thread, and make the token of the step. Blocking.
-
-        Raises:
-            CallerError: the model cannot be digested.
-            OtherModelError: the step is that of another model.
-        """
-        if isinstance(self.whole, models.Model):
-            models.digest_here(self.whole)
-        whole = self.whole.token
-        if self._digest not in (b"", whole):
-            raise OtherModelError("the plan that the cache keeps under this token is that of another model; a token is unique to one model")
-        _set(self, token=step_token(whole, self.step))
-
-    def read_here(self) -> None:
-        """Read the whole model in the calling thread, and make the step's graph. Blocking.
-
-        Raises:
-            CallerError, CompilationError: the model cannot be read.
-            OtherModelError: the step is that of another model.
-        """
-        if models.is_read(self):
-            return
-        if self._digest:
-            self.digest_here()
-        if isinstance(self.whole, models.Model):
-            models.read_here(self.whole)
-        self._cut()
-
-    def _cut(self) -> None:
-        if self._digest:
-            self._check_kept()
-        part = self._parts.part(self._number)
-        if not models.adopt(self, part.inputs, part.outputs):
-            raise OtherModelError("the cache entry of a step has other inputs or outputs than the step")
-        _set(self, _contents=known_contents(part), operations=part.operations, constants=part.constants, pools=part.pools, graph=part.graph)
-
-    def _check_kept(self) -> None:
-        """Compare a step of a plan from a cache with the graph.
-
-        Raises:
-            OtherModelError: the model has no such step.
-        """
-        from aionn.graph.flow import Flow
-
-        step, operations = self.step, self.whole.operations
-        if step.operations[-1] >= len(operations) or any(operations[i].name != n for i, n in zip(step.operations, step.nodes, strict=True)):
-            raise OtherModelError("the plan that the cache keeps names operations that the model does not have")
-        flow = Flow(self.whole)
-        there = {*step.inputs, *flow.constants, *(name for index in step.operations for name in flow.makes[index])}
-        if not there.issuperset(name for index in step.operations for name in flow.reads[index]) or not there.issuperset(step.outputs):
-            raise OtherModelError("a step of the plan that the cache keeps has other inputs or outputs than its operations")
-
-    def check_compiled(self, contents: bytes) -> None:
-        """Check that a driver has compiled the weights that the model had before. The first compilation says what they are.
-
-        Raises:
-            CallerError: they are others.
-        """
-        known: dict[tuple[int, ...], bytes] = self.whole.__dict__.setdefault("_compiled_steps", {})
-        before = self._contents or known.setdefault(self.step.operations, contents)
-        if contents != before:
-            raise CallerError(
-                "the weights of the model have changed since it was read; load the model again, and replace files by renaming"
-            )
 
 
 def _set(model: StepModel, **values: object) -> None:

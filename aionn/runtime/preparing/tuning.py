@@ -14,8 +14,7 @@ from aionn.caching import MissReason, Refusal
 from aionn.caching.store import Hit, Miss
 from aionn.errors import AionnError
 from aionn.remote.device import RemotePreparedModel
-from aionn.runtime.preparing.compile_acts import bound, wanted_of
-from aionn.runtime.preparing.request import CacheChoice, CompileRequest
+from aionn.runtime.preparing.compile_acts import CacheChoice, CompileRequest, bound, wanted_of
 
 logger = logging.getLogger("aionn.runtime")
 

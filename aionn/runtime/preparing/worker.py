@@ -23,11 +23,10 @@ from aionn.errors import AionnError, CompilationError
 from aionn.hal.interfaces import CacheHandles, PrepareOptions
 from aionn.hal.types import CacheFiles
 from aionn.remote.device import RemoteDevice
-from aionn.runtime.preparing.compile_acts import bound, check_supported
-from aionn.runtime.preparing.in_time import read
+from aionn.runtime.preparing.compile_acts import bound, check_supported, read
 from aionn.runtime.processes.devices import Devices, introduced
 from aionn.runtime.processes.process import DriverProcess
-from aionn.runtime.progress import COMPILING, STARTING, model_name, step
+from aionn.runtime.progress import COMPILING, STARTING, current
 from aionn.tasks import bounded_shield
 
 logger = logging.getLogger("aionn.runtime")
@@ -72,7 +71,7 @@ class LocalWorker:
         began_ns = time.monotonic_ns()
         offered = _anonymous(request.files) if self._targets is None else _duplicates(self._targets)
         try:
-            with trace.span("stage.compile", device=request.device, model=model_name()):
+            with trace.span("stage.compile", device=request.device, model=current.get().named.name):
                 outcome = await self._saved(request, offered)
             if outcome == "saved":
                 offered.compile_ns = time.monotonic_ns() - began_ns
@@ -88,11 +87,11 @@ class LocalWorker:
         name, asked = request.device, request.options
         options = PrepareOptions(asked.preference, asked.priority, None, self._threads, options=asked.options)
         handles = bound(CacheHandles(target.model, target.data, request.key), request.model_digest)
-        step(name, STARTING)
+        current.get().enter(name, STARTING)
         async with worker(self._devices, name, self._threads) as remote:
             await read(self._devices, request.model, name)
             await check_supported(remote, request.model, options)
-            step(name, COMPILING, self._expected_s)
+            current.get().enter(name, COMPILING, self._expected_s)
             prepared = await remote.prepare_model(request.model, options, handles)
             return prepared.save_outcome
 

@@ -7,8 +7,6 @@ child     a child process, signalled and waited for through its pidfd
 output    what a driver process prints, on its way to the app's stderr
 spawning  `posix_spawn` of a driver
 surroundings  the environment of a driver, and the arguments of `Runtime` about it and the sandbox
-facts     what a driver has reported about its device
 liveness  whether a driver hangs or is busy, judged by its statistics page
-condition how a driver does, for `Runtime.health`
 restarts  how long to wait before a driver that keeps dying is started again
 """

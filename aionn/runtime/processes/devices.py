@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import logging
 import signal
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import anyio
+import msgspec
 
 from aionn.engines.installed import Homes, not_installed
 from aionn.errors import AionnError, CallerError, DeviceUnavailableError, DriverDiedError, DriverHungError
@@ -25,13 +27,11 @@ from aionn.pages.layout import Activity
 from aionn.remote.device import RemoteDevice
 from aionn.runtime.health import DeviceHealth
 from aionn.runtime.logs import about
-from aionn.runtime.processes.condition import health_of
 from aionn.runtime.processes.early import EARLY_S
-from aionn.runtime.processes.facts import DeviceFacts, rank
 from aionn.runtime.processes.process import DriverProcess, end_processes
 from aionn.runtime.processes.restarts import Restarts
 from aionn.runtime.processes.spawning import USUAL, WHEN_IDLE, Settings, Spawned
-from aionn.runtime.progress import STARTING, step
+from aionn.runtime.progress import STARTING, current
 from aionn.runtime.reports import DriverReports, Reports
 from aionn.sandbox.report import Confinement
 from aionn.tasks import Tasks, ThreadWork
@@ -40,6 +40,68 @@ if TYPE_CHECKING:
     from aionn.caching.offers import CompileBackend
 
 logger = logging.getLogger("aionn.driver")
+
+
+class DeviceFacts(msgspec.Struct, frozen=True):
+    """The facts of `Device` that its driver reports. All are None before the first report."""
+
+    version: str | None = None
+    type: DeviceType | None = None
+    cache_files: CacheFiles | None = None
+    providers: tuple[str, ...] | None = None
+    runs_on: str | None = None
+    sandbox: Confinement | None = None
+
+    @classmethod
+    def of(cls, remote: RemoteDevice) -> DeviceFacts:
+        """Return the facts that a driver has greeted with."""
+        return cls(remote.version, remote.type, remote.cache_files, remote.providers, remote.runs_on or None, remote.sandbox)
+
+    def log_gaps(self, name: str) -> None:
+        """Log what does not confine the driver of the device with that name, unless its app has turned the sandbox off."""
+        if self.sandbox is not None and self.sandbox.level != "off" and self.sandbox.lacks:
+            words = "the sandbox of device %r does not have everything (aionn devices lists it): %s"
+            logger.info(words, name, "; ".join(self.sandbox.lacks), extra=about(device=name))
+
+
+_ORDER = ("onnxruntime", "openvino")
+
+
+def rank(name: str) -> tuple[int, str]:
+    """Rank the engines that were measured best first, then any other, then the reference."""
+    if name in _ORDER:
+        return _ORDER.index(name), name
+    return len(_ORDER) + (name == "reference"), name
+
+
+def health_of(name: str, low_priority: bool, process: DriverProcess | None, restarts: Restarts) -> DeviceHealth | None:
+    """Return how a device's driver process does. Returns None if no process runs, and none has died."""
+    now_ns, deaths = time.monotonic_ns(), restarts.deaths
+    if process is None:
+        return DeviceHealth(name, low_priority, "starting", None, 0.0, deaths) if deaths else None
+    life = process.life
+    if not process.alive:
+        ended_by = process.connection.ended_by
+        seconds = _since(now_ns, life.ended_ns or now_ns)
+        return DeviceHealth(name, low_priority, "ended", None, seconds, deaths, "" if ended_by is None else str(ended_by))
+    activity, hang = _activity(process), life.hang
+    if process.serving is None or activity is None:
+        return DeviceHealth(name, low_priority, "starting", process.pid, _since(now_ns, life.started_ns), deaths)
+    seconds = _since(now_ns, activity.since_ns or life.started_ns)
+    if hang is not None:
+        return DeviceHealth(name, low_priority, "hung", process.pid, max(seconds, hang.waited_s), deaths, hang.why)
+    return DeviceHealth(name, low_priority, activity.state, process.pid, seconds, deaths)
+
+
+def _activity(process: DriverProcess) -> Activity | None:
+    try:
+        return process.activity
+    except ValueError:
+        return None  # the loop's thread has unmapped the page of a driver that ended just now
+
+
+def _since(now_ns: int, then_ns: int) -> float:
+    return max(0.0, (now_ns - then_ns) / 1e9)
 
 
 class Device:
@@ -201,24 +263,23 @@ class Devices:
         """The names of the devices that serve an app which names no device, best first."""
         return sorted(self.homes.engines, key=rank)
 
-    def find(self, name: str) -> Device:
-        """Return the device of that name. An installed engine's name may be followed by a colon and a provider, in any case.
+    def find(self, name: str, priority: Priority = Priority.MEDIUM) -> Device:
+        """Return the device of that name, for compilations of that priority.
+
+        An installed engine's name may be followed by a colon and a provider, in any case.
 
         Raises:
             CallerError: `name` is not a text, or empty.
             DeviceUnavailableError: no engine of that name is installed.
         """
-        if isinstance(name, str) and name in self.by_name:
-            return self.by_name[name]
         if not isinstance(name, str) or not name:
             raise CallerError(f"device {name!r}: give the name of a device, as in 'onnxruntime'")
-        key = self.homes.key(name)
-        device = self.by_name.get(key)
+        device = self.by_name.get(name) or self.by_name.get(key := self.homes.key(name))
         if device is None:
             if not name.partition(":")[2] or "\0" in name or not is_unicode(name):
                 raise DeviceUnavailableError(name, not_installed(name, [device.name for device in self.known]))
             device = self.by_name[key] = Device(name, self)
-        return device
+        return (device.low_priority if priority is Priority.LOW else None) or device
 
     async def get(self, name: str, priority: Priority = Priority.MEDIUM) -> RemoteDevice:
         """Return the live device for compilations of that priority. Start its driver process if it has none.
@@ -226,11 +287,7 @@ class Devices:
         Raises:
             DeviceUnavailableError, DriverDiedError, DriverHungError: the driver process cannot be started.
         """
-        return await self.live(self._of(name, priority))
-
-    def _of(self, name: str, priority: Priority) -> Device:
-        device = self.find(name)
-        return (device.low_priority if priority is Priority.LOW else None) or device
+        return await self.live(self.find(name, priority))
 
     @contextmanager
     def kept(self, name: str, priority: Priority) -> Iterator[Device]:
@@ -238,7 +295,7 @@ class Devices:
 
         Raises: as `find`.
         """
-        device = self._of(name, priority)
+        device = self.find(name, priority)
         device._kept += 1
         try:
             yield device
@@ -250,7 +307,7 @@ class Devices:
 
         Call it in a task of the runtime. The end of the process is awaited in the background. It does not count as a death.
         """
-        device = self._of(name, priority)
+        device = self.find(name, priority)
         process = device._process
         remote = None if process is None else process.serving
         if process is None or remote is None or device._kept or self._closed or not remote.unused:
@@ -280,7 +337,7 @@ class Devices:
         if remote is not None:
             self.check_open()
             return remote if remote is device._met else introduced(device, remote)
-        step(device.name, STARTING)
+        current.get().enter(device.name, STARTING)
         async with device._starting:
             process = device._process
             if process is not None and not process.alive:

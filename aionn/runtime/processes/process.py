@@ -114,12 +114,12 @@ class DriverProcess:
     @property
     def failed(self) -> bool:
         """Whether the driver will never become ready, or has ended."""
-        return self._start_error is not None or not self.alive
+        return self._start_error is not None or self.connection.ended_by is not None
 
     @property
     def serving(self) -> RemoteDevice | None:
         """The device, while it is ready."""
-        return None if self.failed else self._remote
+        return None if self._start_error is not None or self.connection.ended_by is not None else self._remote
 
     @property
     def activity(self) -> Activity | None:

@@ -90,7 +90,11 @@ def driver_environment(sandbox: str, threads: int, more: Mapping[str, str]) -> d
     if sandbox == "off":
         environment = dict(os.environ)
     else:
-        environment = {name: value for name, value in os.environ.items() if _may_pass(name)}
+        environment = {
+            name: value
+            for name, value in os.environ.items()
+            if name in _KEPT or (name.startswith(_KEPT_FAMILIES) and not _SECRETS.intersection(name.upper().split("_")))
+        }
         environment["HOME"] = _NO_HOME
         environment.update(_user_packages())
     if threads:
@@ -108,10 +112,6 @@ def _user_packages() -> dict[str, str]:
     site = sys.modules.get("site")
     base = getattr(site, "USER_BASE", None) if getattr(site, "ENABLE_USER_SITE", False) else None
     return {"PYTHONUSERBASE": base} if base else {}
-
-
-def _may_pass(name: str) -> bool:
-    return name in _KEPT or (name.startswith(_KEPT_FAMILIES) and not _SECRETS.intersection(name.upper().split("_")))
 
 
 def checked_driver_env(driver_env: object) -> dict[str, str]:

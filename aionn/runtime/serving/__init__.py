@@ -2,9 +2,7 @@
 
 Each file imports files on lower lines only.
 
-compiled_model  `CompiledModel`: the prepared model of the moment, and the swap, a two-phase commit over members
-members         `Member` and `Change`: what must follow a swap, and what it prepares for one
-gate            `Gate`: holds executions back for a moment
+compiled_model  `CompiledModel`: the prepared model of the moment, and the swap, a two-phase commit over members behind a gate
 serving         `Serving` and `Use`: one prepared model with its users, and how much the app uses a compilation
 planned_model   `PlannedModel`: the steps of a plan, prepared on several devices, as one prepared model
 planned_execution  `PlannedExecution`: one execution of a plan, step by step

@@ -6,6 +6,15 @@ in flight end, and device memories are copied. Then all changes are committed, w
 So every execution sees the old model or the new one. No execution is lost. No execution overtakes another one: all that were sent before
 the swap are answered before the next one is sent. The same gate holds a stream for a single run while stages are compared (`held`).
 
+What must follow a compilation to another prepared model are its members: open bursts and device memories. A swap is a two-phase commit over
+them. First each member prepares a `Change`. If anything fails before the commit, all changes are aborted, and nothing has changed.
+
+    prepare   make what the member needs on the new model        may await, may fail
+    check     raise if the change is outdated                    right before the commit
+    commit    use the new model from now on                      no await, cannot fail
+    retire    free what the change replaced                      after the commit, when nothing is in flight there
+    abort     free what was prepared                             in place of the commit
+
 Invariants
     `serving` is replaced by `swap`, and by `Renewal` after a driver's death or idle time. It is never set back to a dead one.
     While the gate is closed no execution enters `serving`, and it is closed for a bounded time.
@@ -15,19 +24,18 @@ from __future__ import annotations
 
 import time
 import weakref
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import anyio
 from anyio.lowlevel import checkpoint
 
 from aionn import trace
 from aionn.errors import AionnError, CallerError, DeadlineError
-from aionn.runtime.serving.gate import Gate
-from aionn.runtime.serving.members import Change, Member, NotNowError, Rest
 from aionn.runtime.serving.serving import Serving, Use
-from aionn.tasks import Tasks
+from aionn.tasks import Tasks, seconds_until
 
 DRAIN_S = 2.0
 """How long a swap holds new executions back until those in flight have ended. A slower model is swapped without holding back if it has
@@ -38,6 +46,153 @@ LINK_S = 5.0
 
 MOVE_S = 1.0
 """How long executions are held back for what remains to be done when none is in flight: mostly copying device memory."""
+
+
+class NotNowError(CallerError):
+    """The swap is possible, but not at this moment."""
+
+
+class Change(Protocol):
+    """What a member has prepared for a swap. Either `commit` or `abort` is called, once."""
+
+    def check(self) -> None:
+        """Return if the change may be committed now.
+
+        Raises:
+            NotNowError: the member has been used since the change was prepared.
+        """
+        ...
+
+    def commit(self) -> None:
+        """Use the new model from now on. Nothing may fail here."""
+        ...
+
+    async def retire(self) -> None:
+        """Free what the change has replaced.
+
+        Raises:
+            AionnError: the driver is gone, and all that it held with it.
+        """
+        ...
+
+    def abort(self) -> None:
+        """Free what was prepared, without waiting."""
+        ...
+
+
+class Rest(NamedTuple):
+    """What a member can give back while the app does not use it.
+
+    Attributes:
+        sent: so many requests have gone over it.
+        give_back: free its part in the driver, without waiting. The next use makes it anew.
+    """
+
+    sent: int
+    give_back: Callable[[], None]
+
+
+class Member(Protocol):
+    """An open burst, or a device memory, of a compilation."""
+
+    @property
+    def needs_gap(self) -> bool:
+        """Whether it can prepare a change only while no execution is in flight."""
+        ...
+
+    async def prepare(self, better: Serving) -> Change | None:
+        """Prepare a change to `better`. Returns None if there is nothing to change.
+
+        Raises:
+            NotNowError: the member is in use.
+            AionnError: the other driver cannot serve it.
+        """
+        ...
+
+    def rest(self) -> Rest | None:
+        """Return what it can give back now. Returns None if the app uses it, or if it would lose what the app needs."""
+        ...
+
+    async def wait_idle(self) -> None:
+        """Return when none of its requests is in flight, apart from those that `Serving.users` counts."""
+        ...
+
+    def count_from_now(self) -> None:
+        """Count every execution that begins, until `CompiledModel.watched` is 0 again."""
+        ...
+
+    def end(self) -> None:
+        """Close without waiting: the runtime has closed, and every driver has ended. Calls that wait here end with `CallerError`."""
+        ...
+
+
+class Gate:
+    """Holds executions back while it is shut, and lets them pass one after the other, in the order in which they came.
+
+    Attributes:
+        shut: whether an execution must call `passed`. It must while the gate is closed, and while executions that waited are still
+            passing. Read it first, because the answer is nearly always no.
+        closed: whether it holds every execution back. Read it again after an await that followed `passed`.
+    """
+
+    __slots__ = ("_came", "_turns", "closed", "shut")
+
+    def __init__(self) -> None:
+        self.shut = False
+        self.closed = False
+        self._turns: deque[_Turn] = deque()
+        self._came = anyio.Event()
+
+    def close(self) -> None:
+        self.shut = self.closed = True
+
+    def open(self) -> None:
+        self.closed = False
+        self._next()
+
+    def _next(self) -> None:
+        # A caller that comes while others still pass queues behind them.
+        if self._turns:
+            self._turns[0].come.set()
+        else:
+            self.shut = False
+
+    async def wait_for_arrival(self) -> None:
+        """Return when an execution waits. One task at a time may ask."""
+        if not self._turns:
+            self._came = anyio.Event()
+            await self._came.wait()
+
+    async def passed(self, deadline_ns: int | None) -> None:
+        """Wait for it to open, and for those who came before. The next execution passes after the caller's next await.
+
+        Raises:
+            DeadlineError: it did not by the deadline.
+        """
+        turn = _Turn()
+        self._turns.append(turn)
+        self._came.set()
+        if not self.closed:
+            self._next()
+        try:
+            with anyio.move_on_after(seconds_until(deadline_ns)):
+                await turn.come.wait()
+                while self.closed:  # again, before this turn was taken
+                    turn.come = anyio.Event()
+                    await turn.come.wait()
+                return
+        finally:
+            self._turns.remove(turn)
+            if not self.closed:
+                self._next()
+        raise DeadlineError("a new stage was being tried or swapped in until past the deadline")
+
+
+class _Turn:
+    __slots__ = ("come",)
+
+    def __init__(self) -> None:
+        self.come = anyio.Event()
 
 
 class Sampling(Protocol):

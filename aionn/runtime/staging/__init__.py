@@ -6,7 +6,6 @@ stages     the task that makes one stage after the other
 making     one stage: compiled, loaded, compared, swapped in
 way_back   from a stage that keeps failing to the one before
 verdicts   what earlier comparisons found, kept with the cache
-frequency  whether a model is used often enough to warrant a stage
 target     the parts of a compilation for which stages are made
 stage      `Stage` and `StagePolicy`: what an app sees and sets
 comparing  whether a new stage is as right as the one that serves, and faster

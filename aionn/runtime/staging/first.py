@@ -14,18 +14,16 @@ from aionn.caching.store import Hit
 from aionn.engines.processor import run_threads
 from aionn.errors import AionnError, CompilationError, DriverDiedError, DriverHungError
 from aionn.runtime.logs import about
-from aionn.runtime.preparing.compile_acts import load, wanted_of
-from aionn.runtime.preparing.in_time import in_time
+from aionn.runtime.preparing.compile_acts import CompileRequest, load, wanted_of
 from aionn.runtime.preparing.partition import prepare_on
 from aionn.runtime.preparing.preparation import Found
 from aionn.runtime.preparing.renewal import stage_devices
-from aionn.runtime.preparing.request import CompileRequest
 from aionn.runtime.preparing.worker import version_of
 from aionn.runtime.processes.devices import Devices
-from aionn.runtime.progress import LOOKING, CompilationReports, counted, model_name, step
+from aionn.runtime.progress import LOOKING, CompilationReports, current
 from aionn.runtime.staging import verdicts
 from aionn.runtime.staging.stage import Stage, StagePolicy, enter_state, reported_stage
-from aionn.tasks import seconds_until, ungrouped
+from aionn.tasks import in_time, ungrouped
 
 logger = logging.getLogger("aionn.stages")
 
@@ -45,8 +43,7 @@ async def prepare_first(devices: Devices, stages: Sequence[Stage], request: Comp
         CompilationError, DriverDiedError, DriverHungError: no stage can be prepared.
     """
     names, options, cache = [stage.name for stage in stages], request.options, request.cache
-    left_s = seconds_until(options.deadline_ns)
-    patience_s = None if left_s is None else left_s * _STORED_SHARE / max(1, len(names) - 1)
+    patience_s = request.left_s(_STORED_SHARE / max(1, len(names) - 1))
     for index in range(len(names) - 1, 0, -1):
         if cache is None:
             break
@@ -68,8 +65,8 @@ async def prepare_first(devices: Devices, stages: Sequence[Stage], request: Comp
             trace.count("stage.rejected", stage=stage.name, reason=str(error))
             if stage is stages[-1]:
                 raise
-            extra = about(model=model_name(), stage=stage.name)
-            logger.warning("stage %r of model %r cannot serve first: %s", stage.name, model_name(), error, extra=extra)
+            extra = about(model=current.get().named.name, stage=stage.name)
+            logger.warning("stage %r of model %r cannot serve first: %s", stage.name, current.get().named.name, error, extra=extra)
             continue
         stage.made_by = "cache" if all(outcome.kind is CacheOutcomeKind.HIT for outcome in found[1]) else "driver"
         enter_state(stage, "serving")
@@ -108,15 +105,16 @@ async def _stored(devices: Devices, name: str, bases: Sequence[str], request: Co
         valid = [one for one in found if verdicts.holds(one, remote.version, versions[one.base], threads)]
         if not remote.cache_files.supported or verdicts.judged(valid, model, policy) != verdicts.APPROVED:
             return None
-        step(name, LOOKING)
+        current.get().enter(name, LOOKING)
         async with await cache.store.open(wanted_of(remote, request, cache.token, cache.operations), wait_s=0.0) as stored:
             if not isinstance(stored, Hit):
                 return None
-            with counted(name) as attempt:
-                loaded = await load(remote, model, options, stored)
+            with current.get().on(name) as attempt:
+                loaded = await load(remote, request, stored)
                 attempt.outcome = stored.outcome
             return loaded, (stored.outcome,)
     except AionnError as error:
-        extra = about(model=model_name(), stage=name)
-        logger.info("stage %r of model %r is stored and cannot serve from the start: %s", name, model_name(), error, extra=extra)
+        model_name = request.reports.named.name
+        words = "stage %r of model %r is stored and cannot serve from the start: %s"
+        logger.info(words, name, model_name, error, extra=about(model=model_name, stage=name))
         return None

@@ -9,7 +9,7 @@ from aionn.errors import AionnError, StageRejected
 from aionn.runtime.preparing import background
 from aionn.runtime.preparing.renewal import stage_devices
 from aionn.runtime.progress import Progress
-from aionn.runtime.serving.members import NotNowError
+from aionn.runtime.serving.compiled_model import NotNowError
 from aionn.runtime.serving.serving import Serving
 from aionn.runtime.staging import verdicts
 from aionn.runtime.staging.comparing import COMPARE_S, RUNS, TOLERANCES, Comparison, Rules, compare

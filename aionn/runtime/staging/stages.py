@@ -18,6 +18,8 @@ Invariants
 from __future__ import annotations
 
 import logging
+import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -30,8 +32,7 @@ from aionn.runtime.preparing.partition import prepare_on
 from aionn.runtime.preparing.renewal import stage_devices
 from aionn.runtime.progress import CompilationReports, Progress
 from aionn.runtime.serving.planned_model import Prepared
-from aionn.runtime.serving.serving import Serving
-from aionn.runtime.staging.frequency import PER_S, until_frequent
+from aionn.runtime.serving.serving import Serving, Use
 from aionn.runtime.staging.making import StageMaker
 from aionn.runtime.staging.samples import samples_of
 from aionn.runtime.staging.stage import Stage, StagePolicy, enter_state, reported_stage, settled
@@ -39,6 +40,43 @@ from aionn.runtime.staging.target import Target
 from aionn.runtime.staging.verdicts import Verdicts
 from aionn.runtime.staging.way_back import WayBack
 from aionn.tasks import bounded_shield, checked_seconds
+
+PER_S = 7 * 86400.0
+"""The period in which executions count."""
+
+_STEPS = 16
+"""The count is read so often in one period. Executions are forgotten up to one step too early, never too late."""
+
+_STEP_S = 0.05
+"""The least time between two readings of the count. A short period has fewer steps."""
+
+
+async def until_frequent(
+    use: Use, executions: int, *, since: int = 0, earlier: int = 0, per_s: float = PER_S, clock: Callable[[], float] = time.monotonic
+) -> None:
+    """Return when there have been so many executions within the last `per_s` seconds, at least one of them in this start.
+
+    Args:
+        since: the count when this start began.
+        earlier: executions of the starts before this one. They count as if they had just ended.
+    """
+    if not executions:
+        return
+    marks = deque([(clock(), since - earlier)])
+    await use.wait_for(since + 1)
+    while True:
+        now_s = clock()
+        while marks and marks[0][0] < now_s - per_s:
+            marks.popleft()
+        if not marks:
+            marks.append((now_s, use.executions))
+        enough = marks[0][1] + executions
+        if use.executions >= enough:
+            return
+        with anyio.move_on_after(max(per_s / _STEPS, _STEP_S)):
+            await use.wait_for(enough)
+        marks.append((clock(), use.executions))
+
 
 logger = logging.getLogger("aionn.stages")
 

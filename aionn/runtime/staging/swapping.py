@@ -20,12 +20,10 @@ from typing import Any
 from aionn.errors import AionnError, CallerError, CompilationError, DeadlineError
 from aionn.hal.model import Model
 from aionn.runtime.preparing import background
-from aionn.runtime.preparing.in_time import digested, read
+from aionn.runtime.preparing.compile_acts import CacheChoice, digested, read
 from aionn.runtime.preparing.renewal import Renewal
-from aionn.runtime.preparing.request import CacheChoice
 from aionn.runtime.progress import Progress
-from aionn.runtime.serving.compiled_model import CompiledModel
-from aionn.runtime.serving.members import NotNowError
+from aionn.runtime.serving.compiled_model import CompiledModel, NotNowError
 from aionn.runtime.serving.serving import Serving
 from aionn.runtime.staging.measuring import RUN_TIMEOUT_S, Inputs, Run
 from aionn.runtime.staging.samples import Samples, guessed_inputs, samples_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from aionn.runtime.preparing.request import CompileRequest
+from aionn.runtime.preparing.compile_acts import CompileRequest
 from aionn.runtime.processes.devices import Devices
 from aionn.runtime.serving.compiled_model import CompiledModel
 from aionn.runtime.serving.serving import Serving

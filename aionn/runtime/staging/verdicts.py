@@ -20,7 +20,7 @@ from aionn.caching import OutputDifference, StageMeasurement
 from aionn.engines.processor import run_threads
 from aionn.errors import DeadlineError
 from aionn.hal.model import Model
-from aionn.runtime.preparing.request import CompileRequest
+from aionn.runtime.preparing.compile_acts import CompileRequest
 from aionn.runtime.serving.serving import Serving
 from aionn.runtime.staging.comparing import TOLERANCES, Comparison, Tolerance, not_faster
 from aionn.runtime.staging.stage import StagePolicy

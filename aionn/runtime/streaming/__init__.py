@@ -8,6 +8,5 @@ stream      `Burst.map`: a source of inputs in, results out, in order
 kept_burst  `KeptBurst`: the burst behind `Compilation.compute`
 recovering  `RecurrentStream`: a stream whose state stays in the driver and survives the driver's end
 kept_state  the state of such a stream: in the driver, and as it was at the last snapshot
-drops       a summary of dropped frames, once a second
 connection  what an open burst has in the driver that serves: link, frames, streams
 """

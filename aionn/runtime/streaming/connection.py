@@ -13,6 +13,7 @@ Invariants
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -21,9 +22,11 @@ import anyio
 
 from aionn import trace
 from aionn.errors import AionnError, CallerError, DeadlineError, again
+from aionn.events import DropsSummary
 from aionn.hal.types import ExecutionPreference
 from aionn.memory.pool import Frame, FramePool
-from aionn.pages.app_layout import CONNECTIONS, SENT, Kind
+from aionn.pages.app_layout import ANSWERED, CONNECTIONS, DROPPED, SENT, Kind
+from aionn.pages.app_page import BurstSlot
 from aionn.runtime.executing.arguments import Arguments
 from aionn.runtime.executing.counted import Shown
 from aionn.runtime.executing.execution import Channel, Executor, FallsBack
@@ -32,9 +35,8 @@ from aionn.runtime.executing.frames import Frames
 from aionn.runtime.executing.link import Link, LinkOptions, open_link, release
 from aionn.runtime.preparing.renewal import Renewal
 from aionn.runtime.processes.spawning import DEFAULT_HANG_S
-from aionn.runtime.serving.members import Rest
+from aionn.runtime.serving.compiled_model import Rest
 from aionn.runtime.serving.serving import Serving
-from aionn.runtime.streaming.drops import Drops
 from aionn.tasks import call_soon_from_anywhere
 
 if TYPE_CHECKING:
@@ -46,6 +48,9 @@ _AFTER_A_VERDICT_S = 0.4
 """A request is asked for so much later than `hang_s`. The question makes a driver run, and one that hangs is judged by then."""
 
 _NOTHING = (None, None, None)
+
+_BEATS = 2
+"""Dropped frames are summed up after so many heartbeats, of which there are two a second."""
 
 
 class BurstConnection:
@@ -260,10 +265,12 @@ def trace_of(connection: BurstConnection) -> dict[str, Any]:
 class Connections:
     """The connections of all bursts of one compilation, and what they share. It knows them weakly.
 
+    Once a second it publishes a summary of the frames that the streams have dropped, while there are any. A burst that ends is summed up
+    once more, so the summaries together have every frame that was dropped.
+
     Attributes:
         renewal: keeps the model prepared.
         arguments: how arguments are laid out.
-        static: whether all shapes of the model are known, so that its frames have one size.
     """
 
     def __init__(self, renewal: Renewal, arguments: Arguments, fallback: FallsBack | None = None) -> None:
@@ -271,22 +278,49 @@ class Connections:
         self.renewal = renewal
         self._fallback = fallback
         self.arguments = arguments
-        model = renewal.model
-        self.static = all(operand.size_bytes is not None for operand in (*model.inputs.values(), *model.outputs.values()))
         self._slot = renewal.session.page.slot(Kind.COMPILATION, renewal.named.name, parent=renewal.session.reports.slot)
-        self._all: weakref.WeakSet[BurstConnection] = weakref.WeakSet()
-        renewal.session.reports.each_beat.append(weakref.WeakMethod(self.gauge))
-        self._drops = Drops(renewal.session.reports, renewal.reports)
+        self._bursts: list[tuple[str, BurstSlot, weakref.ref[BurstConnection]]] = []
+        self._seen: dict[int, tuple[int, int]] = {}
+        self._beats = 0
+        renewal.session.reports.each_beat.append(weakref.WeakMethod(self._beat))
 
     def __iter__(self) -> Iterator[BurstConnection]:
-        return iter(list(self._all))
+        return iter([connection for _, _, found in self._bursts if (connection := found()) is not None])
 
-    def gauge(self) -> None:
+    @property
+    def static(self) -> bool:
+        """Whether all shapes of the model are known, so that its frames have one size."""
+        model = self.renewal.model
+        return all(operand.size_bytes is not None for operand in (*model.inputs.values(), *model.outputs.values()))
+
+    def _beat(self) -> None:
         """Show how much memory the bursts have now."""
-        for connection in self._all:
+        for connection in self:
             if not connection.closed:
                 frames = connection.executor.frames.count()
                 connection.session.page.gauge(connection.executor.counts, frames["shared_bytes"], frames["free_frames"])
+        self._beats += 1
+        if self._beats % _BEATS == 0:
+            self._publish_drops()
+
+    def _publish_drops(self) -> None:
+        """Publish the drops since the last call, by the names of the bursts."""
+        dropped: Counter[str] = Counter()
+        frames: Counter[str] = Counter()
+        for name, counts, _ in self._bursts:
+            now = counts.get(DROPPED), counts.get(ANSWERED)
+            before = self._seen.get(id(counts), (0, 0))
+            self._seen[id(counts)] = now
+            dropped[name] += max(0, now[0] - before[0])
+            frames[name] += max(0, now[0] - before[0]) + max(0, now[1] - before[1])
+        for name in dropped:
+            if dropped[name]:
+                event = DropsSummary(compilation=self.renewal.named.name, burst=name, dropped=dropped[name], frames=frames[name])
+                self.renewal.reports.publish(event)
+        gone = [one for one in self._bursts if one[2]() is None]
+        for one in gone:
+            self._bursts.remove(one)
+            del self._seen[id(one[1])]
 
     def executor(self, in_flight: int, kind: Kind = Kind.SINGLE, burst: str = "") -> Executor:
         """Return what the app's executions over one burst have in common.
@@ -312,13 +346,12 @@ class Connections:
         connection = BurstConnection(
             self.renewal, self.executor(depth + 1, Kind.SINGLE if name is None else Kind.BURST, name or ""), options
         )
-        self._all.add(connection)
-        self._drops.watch(name or "", connection.executor.counts, connection)
+        self._bursts.append((name or "", connection.executor.counts, weakref.ref(connection)))
         return connection
 
     def close(self) -> None:
         """Take the compilation off the app's statistics page."""
-        self._drops.publish()
+        self._publish_drops()
         self.renewal.session.page.free(self._slot)
 
 

@@ -1,8 +1,16 @@
-"""`compiled`: one call of `Runtime.compile`, from what it asks for to the compilation that the runtime owns."""
+"""`OpenRuntime`: what an open runtime owns. It compiles models, and closes everything.
+
+It owns the tasks, the devices, the cache stores and the compilations. A compilation that the app drops is collected. What the app keeps of
+it, such as a burst, is closed through its compiled model. `Asked` is one call of `Runtime.compile`.
+
+`Runtime` makes it once everything that it needs is imported.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import os
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -12,27 +20,36 @@ import anyio
 import msgspec
 
 from aionn import trace
+from aionn.caching.store import CacheStore
 from aionn.errors import CallerError, DeadlineError, refuse_coroutine
 from aionn.events import Event
 from aionn.hal.interfaces import PrepareOptions
 from aionn.hal.model import Model, known_token
 from aionn.hal.types import CACHE_TOKEN_BYTES, MAX_INSTANCES, MAX_THREADS, ExecutionPreference, Priority
 from aionn.hal.values import outside_frames
-from aionn.runtime.compilation import Compilation
-from aionn.runtime.events import checked_on_event
-from aionn.runtime.opened import Opened
-from aionn.runtime.parts import CompilationParts
-from aionn.runtime.preparing.in_time import digested, read
+from aionn.runtime.compilation import Compilation, CompilationParts
+from aionn.runtime.health import HealthPolicy
+from aionn.runtime.health_watch import HealthWatch
+from aionn.runtime.preparing.compile_acts import CacheChoice, CompileRequest, digested, read
 from aionn.runtime.preparing.options import with_options
 from aionn.runtime.preparing.plan import checked_names, checked_stages, prepare_on_best
 from aionn.runtime.preparing.preparation import check_kept
-from aionn.runtime.preparing.request import CompileRequest
-from aionn.runtime.progress import READING, CompilationReports, Named, Progress, step, unwatched
+from aionn.runtime.processes.devices import Devices
+from aionn.runtime.processes.spawning import GRACE_S, KILL_S, Settings
+from aionn.runtime.progress import READING, CompilationReports, Named, Progress, Unwatched, current
+from aionn.runtime.reports import Reports, checked_on_event
 from aionn.runtime.session import Session
-from aionn.tasks import checked_count, checked_name, checked_seconds, deadline_of, seconds_until
+from aionn.runtime.tracing import begin_environment, end_environment, write_environment
+from aionn.tasks import OwnedTasks, bounded_shield, checked_count, checked_name, checked_seconds, deadline_of, end_threads, seconds_until
 
 if TYPE_CHECKING:  # most apps make no stages
     from aionn.runtime.staging.stage import StagePolicy
+
+CLOSE_STORES_S = 5.0
+"""A cache directory on a disk that hangs must not hold up the app's end."""
+
+CLOSE_S = GRACE_S + KILL_S + CLOSE_STORES_S
+"""What closing a runtime may take."""
 
 _PATH_MAX = 4096
 """The kernel takes no path of as many bytes."""
@@ -63,14 +80,14 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     required: bool
     on_event: Callable[[Event], object] | None
 
-    def request(self, opened: Opened, most_threads: int) -> CompileRequest:
-        """Check the arguments, and return what is asked for without engine options and cache. `most_threads`: of the runtime, or 0.
+    def request(self, opened: OpenRuntime) -> CompileRequest:
+        """Check the arguments, and return what is asked for without engine options and cache.
 
         Raises:
             CallerError, DeviceUnavailableError: as `Runtime.compile`.
         """
         self._check_modes()
-        options = self._prepare_options(most_threads)
+        options = self._prepare_options(opened.devices.settings.threads)
         named = Named(self._shown_name(), bool(self.required), checked_on_event(self.on_event))
         names = checked_names(opened.devices, self.devices)
         if self.stages is not None:
@@ -144,53 +161,132 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
             raise CallerError(f"devices={self.devices!r} with mode='staged': the stages name the devices; leave devices out")
 
 
-async def compiled(opened: Opened, asked: Asked, most_threads: int) -> Compilation:
-    """Prepare the model now, or at its first use with mode "jit". Return its compilation.
+class OpenRuntime:
+    """What an open runtime owns. `open` must follow, and `aclose` or the end of the loop after it.
 
-    Raises: as `Runtime.compile`.
+    Attributes:
+        devices: every device that the runtime knows.
+        session: what the parts of the runtime need from it.
+        compilations: those that live.
+        health: judges whether the runtime can do the app's work.
     """
-    request = asked.request(opened, most_threads)
-    first = next(iter(opened.devices.installed if request.candidates is None else request.candidates), "")
-    progress = None if asked.mode == "jit" else Progress(request.reports, first, cause="first")
-    about = trace.about(model=request.reports.named.name)
-    deadline_ns = request.options.deadline_ns
-    parts: CompilationParts | None = None
-    with progress or unwatched(), about, trace.span("compile", preference=request.options.preference.name.lower()):
-        # Inside, so that listeners get the deadline as the reason.
-        with nullcontext() if deadline_ns is None else anyio.move_on_after(seconds_until(deadline_ns)):
-            request = await _completed(opened, asked, request)
-            if progress is None:
-                await read(opened.devices, request.model)  # the first execution is laid out before it is compiled
-                parts = CompilationParts(opened.session, request)
-            elif asked.mode == "staged":
-                parts = await _staged(opened.session, request, asked.stage_policy, progress)
-            else:
-                found = check_kept(request, await prepare_on_best(opened.devices, request))
-                progress.outcomes = found[1]
-                parts = CompilationParts(opened.session, request, found)
-        if parts is None:
-            raise DeadlineError(f"the model was not prepared within {asked.timeout_s} s; the compile has been cancelled")
-        opened.add(parts)
-    return Compilation(parts)
 
+    def __init__(self, loop: asyncio.AbstractEventLoop, settings: Settings, name: str, policy: HealthPolicy) -> None:
+        self._tasks = OwnedTasks(self._close, "runtime")
+        self._traced = begin_environment()
+        self._reports = Reports(loop, name)
+        self.devices = Devices(self._tasks, settings, self._reports)
+        self.session = Session(loop, self._tasks, self.devices, self._reports)
+        self.devices.check_use = self.session.check_open
+        self.health = HealthWatch(self.session, policy)
+        self.compilations: weakref.WeakSet[CompilationParts] = weakref.WeakSet()
+        self._stores: dict[str, CacheStore] = {}
+        self._reports.each_beat.append(weakref.WeakMethod(self._show_caches))
 
-async def _completed(opened: Opened, asked: Asked, request: CompileRequest) -> CompileRequest:
-    """Return what is asked for with engine options and cache, for which files are read."""
-    model, token = request.model, asked.token
-    if asked.options is not None:
-        options = await with_options(opened.devices, request.options, asked.options, request.candidates)
-        request = msgspec.structs.replace(request, options=options)
-    if asked.cache_dir is not None:
-        cache = opened.cache(asked.cache_dir, token or b"", bool(asked.cache_required))
+    async def open(self) -> None:
+        """Start the runtime's own task."""
+        try:
+            await self._tasks.open()
+        except BaseException:
+            self._reports.end()
+            if self._traced is not None:
+                end_environment(self._traced)
+            raise
+
+    async def compile(self, asked: Asked) -> Compilation:
+        """Prepare the model now, or at its first use with mode "jit". Return its compilation.
+
+        Raises: as `Runtime.compile`.
+        """
+        request = asked.request(self)
+        first = next(iter(self.devices.installed if request.candidates is None else request.candidates), "")
+        progress = None if asked.mode == "jit" else Progress(request.reports, first, cause="first")
+        about = trace.about(model=request.reports.named.name)
+        deadline_ns = request.options.deadline_ns
+        parts: CompilationParts | None = None
+        with progress or Unwatched(request.reports.named), about, trace.span("compile", preference=request.options.preference.name.lower()):
+            # Inside, so that listeners get the deadline as the reason.
+            with nullcontext() if deadline_ns is None else anyio.move_on_after(seconds_until(deadline_ns)):
+                request = await self._completed(asked, request)
+                if progress is None:
+                    await read(self.devices, request.model)  # the first execution is laid out before it is compiled
+                    parts = CompilationParts(self.session, request)
+                elif asked.mode == "staged":
+                    parts = await _staged(self.session, request, asked.stage_policy, progress)
+                else:
+                    found = check_kept(request, await prepare_on_best(self.devices, request))
+                    progress.outcomes = found[1]
+                    parts = CompilationParts(self.session, request, found)
+            if parts is None:
+                raise DeadlineError(f"the model was not prepared within {asked.timeout_s} s; the compile has been cancelled")
+            self.compilations.add(parts)
+            self.health.watch(parts)
+        return Compilation(parts)
+
+    async def _completed(self, asked: Asked, request: CompileRequest) -> CompileRequest:
+        """Return what is asked for with engine options and cache, for which files are read."""
+        if asked.options is not None:
+            options = await with_options(self.devices, request.options, asked.options, request.candidates)
+            request = msgspec.structs.replace(request, options=options)
+        if asked.cache_dir is None:
+            return request
+        token = asked.token
+        cache = self.cache(asked.cache_dir, token or b"", bool(asked.cache_required))
         request = msgspec.structs.replace(request, cache=cache)
         if cache.required and (fault := await cache.store.fault()) is not None:
             raise CallerError(request.unkept(fault))
         if token is None:
-            if not known_token(model):
-                step(next(iter(request.candidates or opened.devices.installed), ""), READING)
-            token = await digested(opened.session.devices, model)
-        request = msgspec.structs.replace(request, cache=msgspec.structs.replace(cache, token=token))
-    return request
+            if not known_token(request.model):
+                current.get().enter(next(iter(request.candidates or self.devices.installed), ""), READING)
+            token = await digested(self.devices, request.model)
+        return msgspec.structs.replace(request, cache=msgspec.structs.replace(cache, token=token))
+
+    def cache(self, cache_dir: str | Path, token: bytes, required: bool = False) -> CacheChoice:
+        """Return where a compilation is kept."""
+        path = os.path.abspath(cache_dir)
+        store = self._stores.get(path)
+        if store is None:
+            store = self._stores[path] = CacheStore(path)
+        return CacheChoice(store, token, required=required)
+
+    def _show_caches(self) -> None:
+        for path, store in self._stores.items():
+            usage = store.usage
+            self._reports.cache_holds(path, usage.held_bytes, usage.entries, usage.evicted)
+
+    async def aclose(self) -> None:
+        """Close everything; see `Runtime.aclose`."""
+        self.session.close()
+        if not self._reports.events.ended:
+            self.health.beat()
+        await self._tasks.aclose(CLOSE_S)
+
+    async def _close(self) -> None:
+        """Close everything, as the last act of the runtime's own task. It ends in bounded time, also when that task is cancelled."""
+        self.session.close()
+        # First, or a stage would try to go on with devices that end.
+        for compiled in list(self.session.models):
+            compiled.abandon()
+        self._reports.drivers_end()
+        try:
+            await self.devices.aclose()
+        finally:
+            for parts in list(self.compilations):
+                parts.end()
+            for compiled in list(self.session.models):
+                compiled.end()
+            self._show_caches()
+            self._reports.end()
+            if self._traced is not None:
+                await write_environment(self._traced)
+            # Side by side: no store waits for another one's disk before it ends the calls that wait in it.
+            try:
+                with bounded_shield(CLOSE_STORES_S):
+                    async with anyio.create_task_group() as closing:
+                        for store in self._stores.values():
+                            closing.start_soon(store.aclose)
+            finally:
+                end_threads()
 
 
 async def _staged(session: Session, request: CompileRequest, policy: StagePolicy | None, progress: Progress) -> CompilationParts:

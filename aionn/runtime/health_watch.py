@@ -14,8 +14,8 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 
 from aionn.pages.app_layout import ANSWERED, DROPPED
+from aionn.runtime.compilation import CompilationParts
 from aionn.runtime.health import CompilationHealth, Health, HealthPolicy, State
-from aionn.runtime.parts import CompilationParts
 from aionn.runtime.preparing.renewal import Renewal
 from aionn.runtime.progress import ASKING, FAILED, LOADING, LOOKING, READING, STARTING, Progress
 from aionn.runtime.session import Session
