@@ -229,15 +229,11 @@ class PlannedLink(Link):
             self._in_flight.count += 1
             settled = partial(self._settled, settled)
             planned = prepared.execution(*execution.request(), execution.call.options, settled)
-            refusal = None if execution.placement is None else planned.requests.refusal()
         except BaseException:
             settled(None)
             raise
-        if refusal is not None:
-            planned.end(refusal)
-            return
         try:
-            await planned.run(sending.send)
+            await planned.run(sending.send, check=execution.placement is not None)  # a plain frame's request is right
         finally:
             self._counts.add(DRIVER_BUSY_NS, sending.busy_ns - sending.first_ns)  # the first step's queues count for themselves
 

@@ -86,8 +86,8 @@ class PlannedExecution:
         """Return the name of a step's device."""
         return self._steps[number].prepared.device.name
 
-    async def run(self, send: Send) -> Result:
-        """Run all steps.
+    async def run(self, send: Send, *, check: bool = True) -> Result:
+        """Run all steps, unless the request is wrong. `check`: whether it may be wrong. A step sees only its own part of it.
 
         Raises:
             AionnError: whatever `send` raises.
@@ -95,6 +95,9 @@ class PlannedExecution:
         """
         result: Result | None = None
         try:
+            result = self.requests.refusal() if check else None
+            if result is not None:
+                return result
             self.begin()
             for number in range(len(self._steps)):
                 result = await self._run_step(number, send)

@@ -119,14 +119,10 @@ class PlannedModel:
         """
         try:
             execution = self.execution(request, pools, CallOptions(measure_timing, deadline_ns), settled)
-            refusal = execution.requests.refusal()
         except BaseException:
             if settled is not None:
                 settled(None)
             raise
-        if refusal is not None:
-            execution.end(refusal)
-            return refusal
         return await execution.run(self._execute)
 
     def execution(
