@@ -221,7 +221,7 @@ class _Datums:
     def next_kind(self) -> int | None:
         return None if self._at == self.count else self._packet[self._at * DATUM_BYTES]
 
-    def finish(self) -> None:
+    def check_end(self) -> None:
         if self._at != self.count:
             raise PacketError(f"the packet has {self.count} datums, but its end was expected after {self._at}")
 
@@ -253,7 +253,7 @@ def decode_request(packet: bytes) -> RequestPacket:
     if datums.next_kind == 7:
         _, identity, deadline = datums.take(_IDENTITY, 7, "the identity")
         deadline_ns = deadline or None
-    datums.finish()
+    datums.check_end()
     request = Request(tuple(arguments[0]), tuple(arguments[1]))
     return RequestPacket(request, tuple(references), bool(measure), identity, deadline_ns)
 
@@ -338,7 +338,7 @@ def decode_result(packet: bytes) -> ResultPacket:
         text += _take_text(datums)
     if text or datums.next_kind == 4:
         _, identity, service_ns = datums.take(_TIMING, 4, "the identity")
-    datums.finish()
+    datums.check_end()
     message = bytes(text).rstrip(b"\0").decode(errors="replace")
     return ResultPacket(Result(status, tuple(shapes), Timing(on_device_us, in_driver_us), message), identity, service_ns)
 

@@ -24,9 +24,8 @@ import msgspec
 
 from aionn.caching.outcomes import MissReason, Refusal
 from aionn.caching.private_folder import RecordsFolder
-from aionn.driver.bugs import report_bug
-from aionn.driver.denied import way_out
-from aionn.driver.lent import LentDescriptors
+from aionn.driver.engine_errors import report_bug, way_out
+from aionn.driver.received import LentDescriptors
 from aionn.errors import AionnError, CallerError, CompilationError, text_of
 from aionn.hal.engine import Artifact, CompileOptions, Engine, Executable
 from aionn.hal.interfaces import CacheHandles
@@ -85,9 +84,9 @@ class LentHandles:
         models = self._models
         return self._lent.during(lambda fds: act(dataclasses.replace(self._given, model=tuple(fds[:models]), data=tuple(fds[models:]))))
 
-    def give_up(self) -> None:
+    def release(self) -> None:
         """Prevent the act from beginning. An act that has begun goes on, and its end closes the duplicates."""
-        self._lent.give_up()
+        self._lent.release()
 
 
 class Artifacts:

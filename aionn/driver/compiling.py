@@ -6,8 +6,7 @@ import dataclasses
 from typing import NamedTuple
 
 from aionn.caching.outcomes import MissReason, Refusal
-from aionn.driver.bugs import report_bug
-from aionn.driver.denied import way_out
+from aionn.driver.engine_errors import report_bug, way_out
 from aionn.errors import AionnError, CompilationError, ExecutionError, text_of
 from aionn.hal.engine import CompileOptions, Engine, Executable
 from aionn.hal.model import Model, known_contents, may_change

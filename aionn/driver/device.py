@@ -25,12 +25,11 @@ from aionn.caching.private_folder import RecordsFolder
 from aionn.driver.artifacts import Artifacts, LentHandles, Loaded
 from aionn.driver.blobs import DeviceBlobs
 from aionn.driver.compiling import compilation_error, compiled_model
-from aionn.driver.instances import instances_of
 from aionn.driver.memories import EngineBuffer, constants_of
 from aionn.driver.options import OptionalFacts, runs_on
 from aionn.driver.prepared_model import EnginePreparedModel
 from aionn.driver.priority import Turns
-from aionn.driver.sharing import CompiledIdentity, Shared, Sharing, identity_of, identity_of_stored
+from aionn.driver.sharing import CompiledIdentity, Shared, Sharing, identity_of, identity_of_stored, instances_of
 from aionn.driver.threads import Threads, trim_arenas
 from aionn.driver.tuning import Tuning
 from aionn.errors import CompilationError, DeadlineError
@@ -137,7 +136,7 @@ class EngineDevice:
                 _return_freed_memory(model, self.behind)
         finally:
             if lent is not None:
-                lent.give_up()
+                lent.release()
         prepared = EnginePreparedModel(self, executables, model.inputs, model.outputs, options, outcome, constants_of(model), shared)
         prepared.contents, prepared.runs_on = contents, runs_on(shared.executable)
         prepared.tuning = Tuning(self.name, executables, self._threads, self._artifacts, (model.token, model.inputs, model.outputs))
@@ -231,7 +230,7 @@ class EngineDevice:
             fresh = Shared(loaded.executable, loaded)
             shared, executables = await self._executables(identity, fresh, options, flag, again=loaded.digests in known)
         finally:
-            lent.give_up()
+            lent.release()
         self._threads.behind(self._artifacts.note_uses)  # the answer does not wait for this work
         if shared.executable is not loaded.executable:
             self._threads.behind(trim_arenas)

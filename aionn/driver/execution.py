@@ -20,8 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aionn.burst.executors import result_of
-from aionn.driver.bugs import noted, report_bug, sentence_of
-from aionn.driver.denied import way_out
+from aionn.driver.engine_errors import noted, report_bug, sentence_of, way_out
 from aionn.driver.lanes import Lane, Lanes
 from aionn.errors import AionnError, CallerError, text_of
 from aionn.hal.engine import Executable, ExecutionReport

@@ -18,7 +18,7 @@ from typing import TypeVar
 
 from blake3 import blake3
 
-from aionn.driver.lent import LentDescriptors
+from aionn.driver.received import LentDescriptors
 from aionn.errors import CallerError
 from aionn.hal.engine import Engine, Executable
 from aionn.hal.options import EngineOptions, OptionValue
@@ -79,7 +79,7 @@ class OptionalFacts:
         try:
             return await run(lambda: lent.during(work))
         finally:
-            lent.give_up()
+            lent.release()
 
     def _check(self, name: str, value: OptionValue, is_file: bool) -> None:
         kinds = self._kinds.get(name) or self._kinds.get("*")

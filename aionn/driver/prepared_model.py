@@ -11,10 +11,9 @@ from typing import Any, Protocol
 from aionn import trace
 from aionn.burst import ExecutionBurstServer
 from aionn.burst.executors import result_of
-from aionn.driver.burst_memories import BurstMemories
 from aionn.driver.execution import BoundExecution, BoundModel, BoundPool, bind
 from aionn.driver.lanes import Lane, Lanes
-from aionn.driver.memories import bound_pool
+from aionn.driver.memories import BurstMemories, bound_pool
 from aionn.driver.priority import Turns
 from aionn.driver.sharing import Shared
 from aionn.driver.streams import StreamHints

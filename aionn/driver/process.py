@@ -21,10 +21,9 @@ from anyio.abc import TaskGroup
 
 from aionn import trace
 from aionn.driver.beginning import Begun
-from aionn.driver.by_hand import entered, is_device
 from aionn.driver.device import EngineDevice
 from aionn.driver.log_lines import LogLines
-from aionn.driver.registry import find
+from aionn.driver.registry import entered, find, is_device
 from aionn.driver.service import DeviceService
 from aionn.errors import AionnError, DeviceUnavailableError
 from aionn.hal.interfaces import IDevice

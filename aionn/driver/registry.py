@@ -1,7 +1,11 @@
-"""Engines by name: entry points of the group `aionn.engines`, or "package.module:Class" for an engine without an entry point.
+"""Engines and devices by name: entry points of the group `aionn.engines`, or "package.module:Class" without an entry point.
 
 Either may go on with a colon and the name of a provider, as in "onnxruntime:cuda". What stands before the first colon is an engine's name
 if an engine of that name is installed.
+
+A device that its author has written by hand (`hal.IDevice`) is found like an engine. Each driver process makes one, without arguments, in
+a thread. If it is an asynchronous context manager, the driver enters it in its event loop before it greets, and leaves it when its client
+has gone. So a device may keep a task group there for the listeners of its bursts.
 """
 
 from __future__ import annotations
@@ -9,21 +13,23 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from aionn.driver import by_hand
-from aionn.driver.bugs import report_bug
-from aionn.driver.denied import way_out
+from aionn.driver.engine_errors import report_bug, way_out
 from aionn.engines.installed import BUILT_IN, installed_engines, meant
 from aionn.engines.needs import FILE
 from aionn.errors import CallerError, DeviceUnavailableError, text_of
 from aionn.hal.engine import Engine
 from aionn.hal.interfaces import IDevice
 from aionn.hal.performance import Performance
-from aionn.hal.types import CacheFiles
+from aionn.hal.types import CacheFiles, DeviceType
 from aionn.needs import NAMES
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeIs
 
 
 def find_engine(name: str) -> Engine:
@@ -33,7 +39,7 @@ def find_engine(name: str) -> Engine:
         DeviceUnavailableError: as `find`; or it is a device that was written by hand.
     """
     found = find(name)
-    if by_hand.is_device(found):
+    if is_device(found):
         raise DeviceUnavailableError(name, f"device {name!r} is an IDevice written by hand, so there is no engine; use the device itself")
     return found
 
@@ -103,6 +109,8 @@ def _made(name: str, factory: Any, provider: str) -> Engine | IDevice:
 
 _FACTS = (("name", str), ("version", str), ("cache_files", CacheFiles))
 _OPTIONAL_FACTS = (("performance", Performance),)
+_DEVICE_VERBS = ("get_supported_operations", "get_number_of_cache_files_needed", "prepare_model", "prepare_model_from_cache", "allocate")
+_DEVICE_FACTS = (("name", str), ("version", str), ("type", DeviceType), ("priority_matters", bool))
 _VERBS = ("supported_operations", "compile", "export", "load")
 
 
@@ -112,7 +120,7 @@ def _check(name: str, engine: object) -> None:
     Raises:
         DeviceUnavailableError: the object is neither a `hal.Engine` nor a `hal.IDevice`. The text says what is missing.
     """
-    facts, verbs, face = (by_hand.FACTS, by_hand.VERBS, "IDevice") if by_hand.is_device(engine) else (_FACTS, _VERBS, "Engine")
+    facts, verbs, face = (_DEVICE_FACTS, _DEVICE_VERBS, "IDevice") if is_device(engine) else (_FACTS, _VERBS, "Engine")
     for fact, kind in (*facts, *((fact, kind) for fact, kind in _OPTIONAL_FACTS if hasattr(engine, fact))):
         found = getattr(engine, fact, None)
         if not isinstance(found, kind):
@@ -175,3 +183,18 @@ def _takes_options(engine: object) -> bool:
 def _is_option(name: object, kinds: object) -> bool:
     several = kinds if isinstance(kinds, tuple) else (kinds,)
     return isinstance(name, str) and bool(several) and all(kind in _OPTION_KINDS for kind in several)
+
+
+def is_device(made: object) -> TypeIs[IDevice]:
+    """Return whether an object is a device rather than an engine: it prepares models."""
+    return callable(getattr(made, "prepare_model", None))
+
+
+@asynccontextmanager
+async def entered(device: IDevice) -> AsyncIterator[IDevice]:
+    """Enter a device for the body, if it can be entered."""
+    if isinstance(device, AbstractAsyncContextManager):
+        async with device:
+            yield device
+    else:
+        yield device

@@ -54,7 +54,7 @@ from aionn.remote.calls import (
 from aionn.remote.channel import Descriptors
 from aionn.remote.connection import Connection
 from aionn.remote.control import PROTOCOL, ControlError, Ready
-from aionn.remote.fences import Waits, check_fence, dependency_failed, execute_fenced_by, refusal, settle, since_launch
+from aionn.remote.fences import Waits, check_fence, dependency_failed, execute_fenced_by, refusal, signal_outcome, since_launch
 from aionn.sandbox.report import Confinement
 
 T = TypeVar("T")
@@ -284,7 +284,7 @@ class DeviceService:
         except AionnError as error:
             given = refusal(error)
         if given is not None:
-            settle(fence, body.request, given)
+            signal_outcome(fence, body.request, given)
             return FencedResult(given, failed)
         run = getattr(prepared, "execute_fenced", None) or partial(execute_fenced_by, prepared)  # a device may be older than fences
         found = await run(body.request, pools, (), fence, body.measure_timing, body.deadline_ns)

@@ -1,4 +1,6 @@
-"""Executables that several prepared models of one device share: a model that is prepared again with the same options needs no new weights.
+"""Executables of prepared models: one per instance, over one copy of the weights.
+
+A model that is prepared again with the same options needs no new weights, because its prepared models share them.
 
 Each prepared model gets other executables (`Executable.share`), which may run beside those of the first. The weights go with the last of
 them. Only an engine whose executables have `share` takes part.
@@ -21,10 +23,11 @@ import msgspec
 from blake3 import blake3
 
 from aionn.driver.artifacts import Loaded
+from aionn.errors import CompilationError
 from aionn.hal.engine import Executable
 from aionn.hal.interfaces import PrepareOptions
 from aionn.hal.model import Model, known_contents, may_change
-from aionn.hal.types import MemoryKind
+from aionn.hal.types import NO_LANES, MemoryKind
 
 _SEALED_BYTES = 16 << 20
 """A model without a token whose sealed constants are larger is not recognised: the loop would take too long to digest them."""
@@ -131,3 +134,19 @@ def identity_of_stored(loaded: Loaded, options: PrepareOptions) -> CompiledIdent
 
 def _shaping(options: PrepareOptions) -> PrepareOptions:
     return dataclasses.replace(options, deadline_ns=None)
+
+
+def instances_of(device: str, executable: Executable, count: int) -> Sequence[Executable]:
+    """Return `count` executables that may run beside each other. Blocks, and passes on what the engine raises.
+
+    Raises:
+        CompilationError: the engine cannot run the model in so many instances. The reason is `NO_LANES` if it offers no lanes.
+    """
+    lanes = getattr(executable, "lanes", None)
+    if lanes is None:
+        why = f"cannot run {count} instances of a model, because {NO_LANES}; compile the model with instances=1"
+        raise CompilationError(f"device {device!r} {why}", reason=NO_LANES)
+    made = tuple(lanes(count))
+    if len(made) != count:
+        raise CompilationError(f"device {device!r} made {len(made)} lanes, but {count} were asked for; the fault lies in its engine")
+    return made

@@ -75,7 +75,7 @@ class Tuning:
                 lambda: lent.during(lambda handles: self._artifacts.store_again(offer, handles, *self._description))
             )
         finally:
-            lent.give_up()
+            lent.release()
 
     def _offered(self) -> bool:
         with self._lock:

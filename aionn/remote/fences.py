@@ -238,14 +238,14 @@ async def execute_fenced_by(
             result = refusal(error)
         found = FencedResult(result, failed, since_launch(result, time.monotonic_ns() - began_ns))
         settled = True
-        settle(fence, request, result)
+        signal_outcome(fence, request, result)
         return found
     finally:
         if not settled:
             signal_fence(fence, succeeded=False)
 
 
-def settle(fence: int, request: Request, result: Result) -> None:
+def signal_outcome(fence: int, request: Request, result: Result) -> None:
     """Signal the fence of a request that is over, unless its outputs are not what the request says. The caller decides about those."""
     if result.status is ErrorStatus.OUTPUT_INSUFFICIENT_SIZE:
         return

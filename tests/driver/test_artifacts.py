@@ -264,11 +264,11 @@ def test_lent_handles_are_closed_once_whoever_is_first() -> None:
     lent = LentHandles(CacheHandles((fd,), (), TOKEN))
     assert open_now() == before + 1
     assert lent.during(lambda handles: handles.model[0]) != fd
-    lent.give_up()
+    lent.release()
     assert open_now() == before
     lent = LentHandles(CacheHandles((fd, -1, 10**6), (), TOKEN))
-    lent.give_up()
-    lent.give_up()
+    lent.release()
+    lent.release()
     with pytest.raises(CallerError, match="given up"):
         lent.during(lambda handles: None)
     assert open_now() == before

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from onnx import helper
 
 from aionn.driver import find_engine
-from aionn.driver.instances import instances_of
+from aionn.driver.sharing import instances_of
 from aionn.engines.processor import run_threads
 from aionn.errors import CompilationError
 from aionn.hal import CompileOptions, Executable, ExecutionPreference
@@ -142,7 +142,7 @@ A_SECOND = """if True:
     import sys
     import numpy as np
     from aionn.driver import find_engine
-    from aionn.driver.instances import instances_of
+    from aionn.driver.sharing import instances_of
     from aionn.hal import CompileOptions
     from aionn.runtime.model import Model
 

@@ -1,14 +1,16 @@
-"""A bug in an engine, as opposed to an error that it raises on purpose: its traceback for the app's log, its place for the error.
+"""Errors of an engine: whether one is a bug and where it lies, and which need would have allowed what the sandbox denied.
 
 A bug is an exception of a type that Python itself raises for wrong code (`TypeError`, `KeyError`, `ZeroDivisionError`). Libraries raise
-other types for models and inputs that they refuse, and so do engines. The texts of such errors say enough.
+other types for models and inputs that they refuse, and so do engines. The texts of such errors say enough. The traceback of a bug goes to
+the app's log. Each place is logged once in a driver process, so an engine that fails in every frame fills no log.
 
-Each place is logged once in a driver process, so an engine that fails in every frame fills no log.
+The sandbox shows in errors of an engine's Python code. An error of native code does not say what was denied.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import traceback
 from types import TracebackType
@@ -88,3 +90,46 @@ def _place(trace: TracebackType | None) -> tuple[str, int, str] | None:
     first = outside[0][0]
     package = first.rpartition(".")[0] or first
     return [place for module, place in outside if module == first or module.startswith(f"{package}.")][-1]
+
+
+_NO_TEMPORARY = "No usable temporary directory"
+"""How the error of `tempfile` begins that has tried the usual folders."""
+
+
+def way_out(error: BaseException) -> str:
+    """Return a clause with the need that would allow what has failed, or an empty text if no need would, or the error does not tell."""
+    need = _need(error)
+    return f"; the sandbox of its driver allows it with {need} in aionn-engine.toml, or in Runtime(engine_needs=)" if need else ""
+
+
+def _need(error: BaseException) -> str:
+    if isinstance(error, FileNotFoundError) and str(error.strerror).startswith(_NO_TEMPORARY):
+        return "writes_by_path = true"
+    if not isinstance(error, PermissionError):
+        return ""
+    if not isinstance(error.filename, str | bytes):
+        return "makes_code = true" if _names_executable_memory(error) else ""
+    path = os.path.abspath(os.fsdecode(error.filename))
+    if not os.path.lexists(path):
+        return "writes_by_path = true, and in the folder that TMPDIR names" if os.access(os.path.dirname(path), os.W_OK) else ""
+    # `access` asks about the file's mode, and not about Landlock. So the mode is not what has denied it.
+    if not os.access(path, os.R_OK) or (not path.startswith("/dev/") and _can_be_read(path)):
+        return ""
+    return f'{"devices" if path.startswith("/dev/") else "reads"} = ["{path}"]'
+
+
+def _can_be_read(path: str) -> bool:
+    """Return whether this process may read a file, so that it was writing that was denied."""
+    try:
+        os.close(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK))
+    except OSError:
+        return False
+    return True
+
+
+def _names_executable_memory(error: BaseException) -> bool:
+    """Return whether the function that has failed asks for executable memory. The error of `mmap` does not name what it was asked for."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and "PROT_EXEC" in trace.tb_frame.f_code.co_names
