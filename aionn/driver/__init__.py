@@ -20,6 +20,7 @@
     blobs      the blob cache that a device hands to its engine
     engine_errors  what is a bug in an engine, where it lies, and which need would have allowed what the sandbox denied
     log_lines  sends the log of this process to the app's log
+    template   copies of this process that become drivers (`_sibling`)
     schedule   when a driver process gets CPU time
     beginning  the first lines: bind the driver's life to its parent's, confine the process, drop output in excess (`_valve`)
     process    what `python -m aionn.driver NAME` does then: find its engine, greet, serve

@@ -17,16 +17,23 @@ if __name__ == "__main__":
         os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")
         # The loop's library tries io_uring, which no sandbox allows.
         os.environ["UV_USE_IO_URING"] = "0"
+        gc.disable()  # everything imported here stays, so looking for garbage in it is a waste of time
+        arguments, templated = sys.argv[1:], sys.argv[-1].startswith("template")
+        if templated:
+            from aionn.driver.template import leave_template, set_blas_threads
+
+            arguments = leave_template(arguments)  # returns once in each driver
         from aionn.driver.schedule import schedule_of, take_up
 
-        take_up(schedule_of(sys.argv[1:]))
-        gc.disable()  # everything imported here stays, so looking for garbage in it is a waste of time
+        take_up(schedule_of(arguments))
         from aionn.driver.beginning import begin
 
-        begun = begin(sys.argv[1:])  # confines the process, so nothing that needs more may be imported before
+        begun = begin(arguments)  # confines the process, so nothing that needs more may be imported before
         if isinstance(begun, int):
             code = begun
         else:
+            if templated:
+                set_blas_threads()
             from aionn.driver.process import main
 
             code = main(begun)

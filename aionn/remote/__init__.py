@@ -9,6 +9,7 @@
     device       an `IDevice` as the app sees it, with its models, buffers and bursts; `driver.service` is the other end
     values       strings, sequences, maps and optionals as bytes, and back (sans-IO); `value_calls` carries them
     option_files files that options name, opened by the app for a driver
+    orders       what an app asks of its template of drivers (sans-IO)
 
 Neither end trusts the other to be correct. Lengths and descriptors are bounded before anything grows, and every field is decoded
 against its type. A peer that breaks the protocol loses the connection. `runtime.processes` starts, watches and ends the processes.

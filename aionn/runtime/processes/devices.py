@@ -31,6 +31,7 @@ from aionn.runtime.processes.early import EARLY_S
 from aionn.runtime.processes.process import DriverProcess, end_processes
 from aionn.runtime.processes.restarts import Restarts
 from aionn.runtime.processes.spawning import USUAL, WHEN_IDLE, Settings, Spawned
+from aionn.runtime.processes.template import leave_template, use_template
 from aionn.runtime.progress import STARTING, current
 from aionn.runtime.reports import DriverReports, Reports
 from aionn.sandbox.report import Confinement
@@ -246,6 +247,7 @@ class Devices:
         self._workers: set[DriverProcess] = set()
         self._ending: set[DriverProcess] = set()
         self._closed = False
+        use_template(self)
 
     @property
     def closed(self) -> bool:
@@ -449,6 +451,7 @@ class Devices:
         try:
             await end_processes(processes)
         finally:
+            leave_template(self)
             self.disk.fail_waiting(CallerError("the runtime was closed"))
 
 

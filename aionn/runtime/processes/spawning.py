@@ -2,7 +2,7 @@
 
 A driver finds in its environment which process started it (`surroundings.APP_PID`). So `aionn doctor` recognises one that has lost its app.
 
-A driver is started by posix_spawn and exec, so nothing of the app's loop or threads is copied into it.
+A driver is a copy of a template, or is started by posix_spawn and exec. So nothing of the app's loop or threads is copied into it.
 
 `Runtime.open` spawns a driver before it imports what a runtime needs. So this module imports nothing heavy.
 """
@@ -24,8 +24,10 @@ from typing import TYPE_CHECKING
 from aionn.caching.export_folder import name_folder, remove_folder
 from aionn.caching.private_folder import user_state_directory
 from aionn.errors import CallerError, DeviceUnavailableError
+from aionn.remote.orders import CONTROL_FD, COUNTER_FD, LEAVES_TEMPLATE, PAGE_FD, SOCKET_FD, SPACES
 from aionn.runtime.processes.output import Output, output_pipe
 from aionn.runtime.processes.surroundings import driver_environment
+from aionn.runtime.processes.template import Template, new_template, template_of_thread
 from aionn.tasks import leave_in_child
 
 if TYPE_CHECKING:
@@ -35,8 +37,6 @@ DEFAULT_HANG_S = 10.0
 
 USUAL, WHEN_IDLE = "0", "idle"
 """How the system schedules a driver process: like the app, or only where no other process wants the CPU (SCHED_IDLE)."""
-
-_SOCKET_FD, _COUNTER_FD = 3, 4
 
 GRACE_S = 2.0
 """How long a driver whose socket has ended may take to free its device. Then it is killed."""
@@ -59,6 +59,7 @@ class Settings:
         sandbox: how much confines a driver (`sandbox.report.LEVELS`, or "strict").
         environment: variables that drivers get beyond those that every driver gets.
         needs: by the name of a device what its sandbox must allow, in place of what the engine's package states.
+        template: whether drivers may be copies of a template.
     """
 
     state_dir: str = ""
@@ -67,6 +68,7 @@ class Settings:
     sandbox: str = "off"
     environment: Mapping[str, str] = field(default_factory=dict)
     needs: Mapping[str, Needs] = field(default_factory=dict)
+    template: bool = True
 
 
 def checked_state_dir(state_dir: object) -> str:
@@ -174,9 +176,10 @@ class Spawned:
 
 
 def _spawn(engine: str, name: str, theirs: tuple[int, int, int], schedule: str, settings: Settings, exports: str) -> tuple[int, int]:
-    """Start `python -m aionn.driver ENGINE`. Returns the pid and the pidfd.
+    """Start a driver process. Returns the pid and the pidfd.
 
     Args:
+        engine: what the driver loads, with its home if that is known.
         theirs: a socket, which the child has as descriptor 3, the end of a pipe, which it has as stdout and stderr, and an eventfd, which
             it has as descriptor 4. It has no stdin.
         schedule: as for `DriverProcess`.
@@ -190,32 +193,16 @@ def _spawn(engine: str, name: str, theirs: tuple[int, int, int], schedule: str, 
         raise DeviceUnavailableError(
             name, f"device {name!r} cannot start: sys.executable {found}; set it to a Python that has aionn installed"
         )
-    # Numbers above the child's numbers, so that each dup2 really duplicates and clears close-on-exec.
-    high: list[int] = []
-    try:
-        for fd in theirs:
-            high.append(fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 10))
-        pid = os.posix_spawn(
-            sys.executable,
-            [
-                *(sys.executable, "-P", "-m", "aionn.driver", engine, str(_SOCKET_FD), schedule),
-                *(settings.state_dir or os.path.abspath(user_state_directory()), settings.sandbox, exports, str(_COUNTER_FD)),
-                *_as_arguments(settings.needs.get(name)),
-            ],
-            driver_environment(settings.sandbox, settings.threads, settings.environment),
-            file_actions=[
-                (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
-                *((os.POSIX_SPAWN_DUP2, high[1], fd) for fd in (1, 2)),
-                (os.POSIX_SPAWN_DUP2, high[0], _SOCKET_FD),
-                (os.POSIX_SPAWN_DUP2, high[2], _COUNTER_FD),
-            ],
-            # The app handles a signal to the process group. The driver unblocks signals once it ignores those.
-            setsigmask=signal.valid_signals(),
-            setsigdef=[signal.SIGPIPE, signal.SIGCHLD],
-        )
-    finally:
-        for fd in high:
-            os.close(fd)
+    environment = driver_environment(settings.sandbox, settings.threads, settings.environment)
+    arguments = [
+        *(engine, str(CONTROL_FD), schedule, settings.state_dir or os.path.abspath(user_state_directory())),
+        *(settings.sandbox, exports, str(COUNTER_FD), _as_argument(settings.needs.get(name))),
+    ]
+    template = template_of_thread() if settings.template else None
+    pid = 0 if template is None else template.order(arguments, environment, theirs)
+    if not pid:
+        leaves = new_template(environment) if settings.template and schedule == USUAL else None
+        pid = _executed(arguments, environment, theirs, leaves)
     try:
         return pid, os.pidfd_open(pid)
     except BaseException:
@@ -225,9 +212,46 @@ def _spawn(engine: str, name: str, theirs: tuple[int, int, int], schedule: str, 
         raise
 
 
-def _as_arguments(needs: Needs | None) -> list[str]:
+def _executed(arguments: list[str], environment: dict[str, str], theirs: tuple[int, int, int], leaves: Template | None) -> int:
+    """Start `python -m aionn.driver ARGUMENTS`, which also leaves a template if one is given. Returns the pid.
+
+    Raises:
+        OSError: the process cannot be started.
+    """
+    places = [CONTROL_FD, 1, COUNTER_FD]
+    given = list(theirs)
+    if leaves is not None:
+        arguments = [*arguments, LEAVES_TEMPLATE + " " * SPACES]
+        places += [SOCKET_FD, PAGE_FD]
+        given += leaves.theirs
+    # Numbers above the child's numbers, so that each dup2 really duplicates and clears close-on-exec.
+    high: list[int] = []
+    try:
+        for fd in given:
+            high.append(fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 10))
+        return os.posix_spawn(
+            sys.executable,
+            [sys.executable, "-P", "-m", "aionn.driver", *arguments],
+            environment,
+            file_actions=[
+                (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
+                *((os.POSIX_SPAWN_DUP2, fd, place) for fd, place in zip(high, places, strict=True)),
+                (os.POSIX_SPAWN_DUP2, 1, 2),
+            ],
+            # The app handles a signal to the process group. The driver unblocks signals once it ignores those.
+            setsigmask=signal.valid_signals(),
+            setsigdef=[signal.SIGPIPE, signal.SIGCHLD],
+        )
+    finally:
+        for fd in high:
+            os.close(fd)
+        if leaves is not None:
+            leaves.given()
+
+
+def _as_argument(needs: Needs | None) -> str:
     if needs is None:
-        return []
+        return ""
     import json  # few apps give needs
 
-    return [json.dumps(asdict(needs))]
+    return json.dumps(asdict(needs))

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from aionn.engines.installed import Homes
 from aionn.errors import CallerError
+from aionn.remote.orders import POOL_SIZES
 from aionn.sandbox.report import VARIABLE, checked_level
 
 if TYPE_CHECKING:
@@ -21,9 +22,6 @@ if TYPE_CHECKING:
 _HUGE_PAGES = "glibc.malloc.hugetlb=1"
 """Makes the C library ask for huge pages for large blocks. Engines lay weights out in such blocks, and fresh small pages take them half of
 that time: 390 instead of 510 ms for 500 MB (ONNX Runtime 1.31). Other C libraries ignore it."""
-
-_POOL_SIZES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS")
-"""Variables that bound the thread pools of libraries which an engine's settings do not reach, such as NumPy's BLAS."""
 
 _LOCALE = "LANG LANGUAGE LC_ALL LC_COLLATE LC_CTYPE LC_MESSAGES LC_MONETARY LC_NUMERIC LC_TIME LOCALE_ARCHIVE LOCPATH TZ TZDIR"
 _SYSTEM = "GLIBC_TUNABLES LD_BIND_NOW LD_DEBUG LD_LIBRARY_PATH LD_PRELOAD NIX_LD NIX_LD_LIBRARY_PATH PATH"
@@ -98,7 +96,7 @@ def driver_environment(sandbox: str, threads: int, more: Mapping[str, str]) -> d
         environment["HOME"] = _NO_HOME
         environment.update(_user_packages())
     if threads:
-        environment.update(dict.fromkeys(_POOL_SIZES, str(threads)))
+        environment.update(dict.fromkeys(POOL_SIZES, str(threads)))
     environment.update(more)
     tunables = [tunable for tunable in environment.get("GLIBC_TUNABLES", "").split(":") if tunable]
     if not any(tunable.startswith("glibc.malloc.hugetlb=") for tunable in tunables):

@@ -1,0 +1,163 @@
+"""The template of driver processes: a process that has imported what drivers need, and makes drivers by copying itself.
+
+The first driver of an app imports, copies itself once (`leave_template`), and goes on as a driver. The copy is the template. It waits for
+the app's orders, and each order makes one more copy, which goes on as a driver from the same place as the first one did. So a template
+shares its memory with all of them, and no start waits for it.
+
+Invariants
+    A copy is made while the process has one thread, and before it has seen a model or confined itself.
+    No class of a stranger's engine is imported before a copy, because the template is not confined.
+    The template holds no descriptor of a driver, so the end of a driver's socket and of its output is seen.
+    The template ends with the thread of the app that has started it, and with its own socket.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from importlib import import_module
+
+from aionn.driver.beginning import bind_to_parent, name_process
+from aionn.engines.installed import BUILT_IN
+from aionn.remote.orders import (
+    CONTROL_FD,
+    COUNTER_FD,
+    MADE,
+    MOST_BYTES,
+    NUMBER_OF_LAST,
+    OWN_NUMBER,
+    PAGE_FD,
+    POOL_SIZES,
+    READY,
+    SOCKET_FD,
+    decode_order,
+    may_differ,
+)
+
+_ONE_THREAD = ("onnxruntime", "reference")
+"""Engines whose import starts no thread."""
+
+_MOST_FILES = 1 << 16
+
+
+def leave_template(arguments: list[str]) -> list[str]:
+    """Import what drivers need, and leave a copy of this process as the template. Call it before `begin`, if the last argument asks for it.
+
+    Returns the arguments of a driver: in this process what is left of `arguments`, and in each copy of the template those of its order.
+    In the template it never returns.
+    """
+    arguments = arguments[:-1]
+    why: str | None = _import_needed(arguments[0])
+    with socket.socket(fileno=SOCKET_FD) as orders:
+        if not why:
+            gc.freeze()  # a collection would write to all objects, and memory is shared until it is written to
+            why = _copy(OWN_NUMBER)
+        if why is None:
+            arguments = _wait_for_orders(orders)
+        elif why:
+            with suppress(OSError):  # the app has gone, or wants no template any more
+                orders.send(why.encode())
+    os.close(PAGE_FD)
+    _show(["aionn.driver", *arguments])
+    return arguments
+
+
+def _import_needed(device: str) -> str:
+    """Import NumPy with one thread, the driver, and the built-in engine of that device. Returns why no template can be left."""
+    name = "OPENBLAS_NUM_THREADS"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        import numpy  # noqa: F401
+    finally:
+        os.environ.pop(name)
+        if before is not None:
+            os.environ[name] = before
+    import aionn.driver.process  # noqa: F401
+
+    name, _, home = device.rpartition("=")
+    if name in _ONE_THREAD and home == BUILT_IN[name]:
+        from aionn.driver.registry import find
+        from aionn.errors import DeviceUnavailableError
+
+        try:
+            find(name, home)
+        except DeviceUnavailableError:
+            return f"{name} cannot be loaded"  # the driver will say why
+    threads = len(os.listdir("/proc/self/task")) if os.path.isdir("/proc/self/task") else 0
+    return "" if threads == 1 else f"{threads or 'an unknown number of'} threads run before the first model"
+
+
+def _copy(at: int) -> str | None:
+    """Copy this process. Returns None in the copy, else an empty text or why there is no copy."""
+    from aionn.driver._sibling import make_sibling
+
+    try:
+        return "" if make_sibling(PAGE_FD, at) else None
+    except OSError as error:
+        return f"the process cannot be copied ({error.strerror})"
+
+
+def _wait_for_orders(orders: socket.socket) -> list[str]:
+    """Be the template. Returns in drivers only."""
+    for fd in (1, 2, CONTROL_FD, COUNTER_FD):
+        os.dup2(0, fd)  # these belong to the driver; the numbers stay in use
+    bind_to_parent()
+    name_process("template")
+    _show(["aionn.driver.template"])
+    try:
+        orders.send(READY)
+        while True:
+            message, given, _, _ = socket.recv_fds(orders, MOST_BYTES, 3)
+            if not message:
+                os._exit(0)
+            why = _copy(NUMBER_OF_LAST)
+            if why is None:
+                return _become(message, given)
+            for fd in given:
+                os.close(fd)
+            orders.send(why.encode() or MADE)
+    except ConnectionError:
+        os._exit(0)  # the app has gone, or wants no template any more
+
+
+def _become(message: bytes, given: Sequence[int]) -> list[str]:
+    """Be as a driver that was just started, with the descriptors and the environment of an order. Returns its arguments."""
+    signal.pthread_sigmask(signal.SIG_SETMASK, signal.valid_signals())
+    control, printing, counter = given
+    for fd, place in ((control, CONTROL_FD), (printing, 1), (printing, 2), (counter, COUNTER_FD)):
+        os.dup2(fd, place)
+    os.closerange(PAGE_FD + 1, _MOST_FILES)
+    arguments, variables = decode_order(message)
+    for name in [name for name in os.environ if may_differ(name)]:
+        del os.environ[name]
+    os.environ.update(variables)
+    return arguments
+
+
+def _show(words: Sequence[str]) -> None:
+    """Let `ps`, `aionn top` and `aionn doctor` read these words in place of the module and the arguments that the process began with.
+
+    They take the place of the first ones in memory, and are cut where those end.
+    """
+    with open("/proc/self/stat", "rb") as stat:
+        fields = stat.read().rpartition(b")")[2].split()
+    begin, end = int(fields[45]), int(fields[46])  # arg_start and arg_end, which are fields 48 and 49 of the whole line
+    text = b"\0".join(map(os.fsencode, (*sys.orig_argv[:3], *words)))
+    if 0 < begin < end:
+        ctypes.memmove(begin, text[: end - begin - 1].ljust(end - begin, b"\0"), end - begin)
+
+
+def set_blas_threads() -> None:
+    """Give NumPy's BLAS the threads that it would have made when it was imported. Call it in a driver that is confined."""
+    linked = import_module("numpy._core._multiarray_umath")
+    wanted = next((found for name in POOL_SIZES[:2] if (found := os.environ.get(name, "")).isdigit()), "")
+    set_threads = getattr(ctypes.CDLL(str(linked.__file__)), "scipy_openblas_set_num_threads64_", None)
+    if set_threads is not None:
+        set_threads(int(wanted) if wanted else len(os.sched_getaffinity(0)))

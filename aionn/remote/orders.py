@@ -1,0 +1,48 @@
+"""What an app asks of its template of drivers: one more driver. Both sides read this, before anything heavy is imported."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+
+OWN_NUMBER, NUMBER_OF_LAST = 0, 4
+"""Where in the page that app and template share the template's number stands, and that of the driver which it has made last."""
+
+PAGE_BYTES = 4096
+MOST_BYTES = 1 << 16
+"""The most bytes of an order."""
+
+READY, MADE = b"ready", b"made"
+"""What a template says once it waits for orders, and after each driver. Any other text is the reason why there is no driver."""
+
+CONTROL_FD, COUNTER_FD, SOCKET_FD, PAGE_FD = 3, 4, 5, 6
+"""The descriptors of a driver, and the two more of one that is to leave a template."""
+
+LEAVES_TEMPLATE = "template"
+"""The last argument of a driver that is to leave a template. Spaces follow, in whose place longer arguments of other drivers are shown."""
+
+SPACES = 256
+
+POOL_SIZES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS")
+"""Variables that bound the thread pools of libraries which an engine's settings do not reach, such as NumPy's BLAS."""
+
+
+def may_differ(name: str) -> bool:
+    """Return whether only Python code of aionn reads that variable, or a library whose number of threads is set by a call.
+
+    Any other variable may have been read when a library was loaded, so a template cannot change it.
+    """
+    return name.startswith(("AIONN_FAKE_DEVICE", "AIONN_TEST_")) or name in POOL_SIZES
+
+
+def encode_order(arguments: Iterable[str], environment: Mapping[str, str]) -> bytes:
+    """Return the message for a driver with these arguments, and with these variables in place of those that `may_differ`."""
+    variables = [f"{name}={value}" for name, value in environment.items() if may_differ(name)]
+    return b"\0".join(os.fsencode(text) for text in (str(len(variables)), *variables, *arguments))
+
+
+def decode_order(message: bytes) -> tuple[list[str], dict[str, str]]:
+    """Return the arguments and the variables."""
+    count, *texts = (os.fsdecode(text) for text in message.split(b"\0"))
+    variables, arguments = texts[: int(count)], texts[int(count) :]
+    return arguments, dict(variable.split("=", 1) for variable in variables)

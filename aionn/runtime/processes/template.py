@@ -1,0 +1,249 @@
+"""The app's side of the template of drivers: a copy of the first driver that makes further ones in a few milliseconds.
+
+There is at most one for each thread of the app that opens runtimes, because the kernel ends drivers with the thread whose children they
+are. It serves all runtimes of that thread, and ends with the last of them.
+
+A driver from a template is a child of the app like any other. The template's own number and that of each driver stand in a page which app
+and template share before the process runs. So no process is unknown to the app, even if the template dies in the act.
+
+Only what is as it was when the template began can be had from it: environment, folder, rights, limits, schedule. Otherwise the driver is
+started by exec.
+
+`Runtime.open` uses this module before it imports what a runtime needs. So it imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+import select
+import signal
+import socket
+import sys
+import threading
+import weakref
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+
+from aionn.errors import CallerError
+from aionn.remote.orders import MADE, NUMBER_OF_LAST, OWN_NUMBER, PAGE_BYTES, READY, encode_order, may_differ
+from aionn.tasks import leave_in_child, running_loop
+
+_ANSWER_S = 0.5
+"""How long the loop waits for a template to copy itself, which takes 1 to 5 ms. Then the template is ended."""
+
+_END_S = 1.0
+"""How long to wait for a killed template. Then it is left to the system."""
+
+_FEW_FILES = 128
+"""A process that may open so few files has none to spare for a template."""
+
+_RIGHTS = ("Umask", "Uid", "Gid", "Groups", "CapPrm", "CapEff", "CapBnd", "CapAmb", "NoNewPrivs", "Seccomp", "Cpus_allowed", "Mems_allowed")
+"""Lines of /proc/self/status that a child takes over."""
+
+
+def surroundings(environment: Mapping[str, str]) -> tuple[object, ...] | None:
+    """Return what a driver takes over from this process, apart from what a template can change. None: it cannot be found out."""
+    try:
+        with open("/proc/thread-self/status", encoding="utf-8", errors="replace") as status:
+            rights = [line for line in status if line.partition(":")[0] in _RIGHTS]
+        with open("/proc/self/cgroup", "rb") as cgroup:
+            group = cgroup.read()
+        limits = [resource.getrlimit(value) for name, value in vars(resource).items() if name.startswith("RLIMIT_")]
+        schedule = os.sched_getscheduler(0), os.getpriority(os.PRIO_PROCESS, 0)
+        variables = {name: value for name, value in environment.items() if not may_differ(name)}
+        return sys.executable, variables, os.getcwd(), rights, group, limits, schedule
+    except OSError:
+        return None
+
+
+class Template:
+    """A template, from the start of the driver that leaves it. Use it in the thread that made it.
+
+    Attributes:
+        theirs: a socket and a page for the driver that leaves the template. `given` closes this side's copy of the socket.
+        pid: its number. 0 as long as there is no template yet, and after its end.
+        why: why there is no template, if it was asked for and could not be had.
+    """
+
+    def __init__(self, found: tuple[object, ...]) -> None:
+        """Make what app and template share. `found`: of `surroundings`.
+
+        Raises:
+            OSError: this process has no free descriptor.
+        """
+        self._found = found
+        self._page = os.memfd_create("aionn-template", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(self._page, PAGE_BYTES)
+            self._orders, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        except BaseException:
+            os.close(self._page)
+            raise
+        self.pid, self.why = 0, ""
+        self._loop: asyncio.AbstractEventLoop | None = None
+        leave_in_child(self)
+
+    @property
+    def theirs(self) -> tuple[int, int]:
+        return self._theirs.fileno(), self._page
+
+    def given(self) -> None:
+        """Note that the driver has its copies, or that there is no driver."""
+        self._theirs.close()
+
+    @property
+    def over(self) -> bool:
+        """Whether there is no template and will be none."""
+        return self._page < 0
+
+    def watch(self) -> None:
+        """Notice the template's end from now on in the running loop. Without one, the next use of the template notices it."""
+        self.unwatch()
+        with suppress(CallerError):
+            self._loop = running_loop()
+            self._loop.add_reader(self._orders, self.look)
+
+    def unwatch(self) -> None:
+        """Notice nothing any more."""
+        loop, self._loop = self._loop, None
+        if loop is not None and not loop.is_closed():
+            loop.remove_reader(self._orders)
+
+    def look(self) -> None:
+        """Note what the template has said."""
+        if self.over:
+            return
+        try:
+            said = self._orders.recv(PAGE_BYTES, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return
+        except OSError:
+            said = b""
+        if said == READY:
+            self.pid = self._number(OWN_NUMBER)
+        else:
+            self.why = said.decode(errors="replace") or "it has ended"
+            self.end()
+
+    def order(self, arguments: Sequence[str], environment: Mapping[str, str], given: tuple[int, int, int]) -> int:
+        """Let the template make a driver. Returns its number, or 0 where the driver must be started in another way.
+
+        Args:
+            arguments: of its command line.
+            environment: its whole environment.
+            given: its control socket, the pipe for its output, and its counter.
+        """
+        self.look()
+        if not self.pid or self._found != surroundings(environment):
+            return 0
+        os.pwrite(self._page, bytes(4), NUMBER_OF_LAST)
+        said = b""
+        with suppress(OSError):
+            socket.send_fds(self._orders, [encode_order(arguments, environment)], given)
+            (waiting := select.poll()).register(self._orders, select.POLLIN)
+            if waiting.poll(_ANSWER_S * 1000):
+                said = self._orders.recv(PAGE_BYTES)
+        if said not in (b"", MADE):
+            return 0  # the system has no room for another process
+        page = os.dup(self._page)
+        try:
+            if not said:
+                self.why = "it did not answer"
+                self.end()  # so that what stands in the page is final
+            return int.from_bytes(os.pread(page, 4, NUMBER_OF_LAST), "little")
+        finally:
+            os.close(page)
+
+    def _number(self, at: int) -> int:
+        return int.from_bytes(os.pread(self._page, 4, at), "little")
+
+    def end(self) -> None:
+        """Kill the template and wait for its end. Idempotent. The driver that was to leave it must have ended, or have left it."""
+        if self.over:
+            return
+        self.unwatch()
+        pid, self.pid = self._number(OWN_NUMBER), 0
+        os.close(self._page)
+        self._page = -1
+        self.given()
+        self._orders.close()
+        if not pid:
+            return
+        try:
+            pidfd = os.pidfd_open(pid)
+        except OSError:
+            return  # the app has reaped it
+        try:
+            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+            (waiting := select.poll()).register(pidfd, select.POLLIN)
+            waiting.poll(_END_S * 1000)
+            os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOHANG)
+        except (ProcessLookupError, ChildProcessError):
+            pass  # the app has reaped it
+        finally:
+            os.close(pidfd)
+
+    def leave(self) -> None:
+        """Close the descriptors in a child of fork: the template is the parent's."""
+        if not self.over:
+            os.close(self._page)
+            self._page, self.pid, self._loop = -1, 0, None
+            self._theirs.close()
+            self._orders.close()
+
+
+class _Here(threading.local):
+    """What a thread has: its template, and who may still use it. A user that is dropped counts no more."""
+
+    def __init__(self) -> None:
+        self.template: Template | None = None
+        self.users: weakref.WeakSet[object] = weakref.WeakSet()
+
+
+_here = _Here()
+
+
+def template_of_thread() -> Template | None:
+    """Return this thread's template, or None."""
+    template = _here.template
+    if template is not None:
+        template.look()
+        if template.over:
+            template = _here.template = None
+    return template
+
+
+def new_template(environment: Mapping[str, str]) -> Template | None:
+    """Return a template that the next driver is to leave. None: this thread has one, or it cannot be had."""
+    few = resource.getrlimit(resource.RLIMIT_NOFILE)[0] < _FEW_FILES
+    if few or template_of_thread() is not None or (found := surroundings(environment)) is None:
+        return None
+    try:
+        template = _here.template = Template(found)
+    except OSError:
+        return None  # the start of the driver will say what is missing
+    template.watch()
+    return template
+
+
+def use_template(user: object) -> None:
+    """Keep this thread's template for one more runtime, until `leave_template`."""
+    _here.users.add(user)
+    if (template := template_of_thread()) is not None:
+        template.watch()
+
+
+def leave_template(user: object) -> None:
+    """Keep it no more for this runtime, whose drivers have ended. The template ends with the last one."""
+    _here.users.discard(user)
+    end_unused()
+
+
+def end_unused() -> None:
+    """End this thread's template if no runtime of the thread is open."""
+    template = _here.template
+    if template is not None and not _here.users:
+        _here.template = None
+        template.end()
