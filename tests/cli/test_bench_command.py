@@ -277,7 +277,7 @@ async def test_an_interrupt_ends_the_benchmark_and_its_workers(fake: FakeDevice)
     async with process:
         await fake.heard("run")
         found = psutil.Process(process.pid).children()
-        assert len(found) == 2  # the driver and the worker
+        assert len(found) == 3  # the driver, its template and the worker
         os.killpg(process.pid, signal.SIGINT)
         assert process.stdout is not None
         assert process.stderr is not None

@@ -12,7 +12,6 @@ from typing import Any
 from aionn.engines.installed import BUILT_IN, home_of, installed_engines, not_installed
 from aionn.errors import CallerError, DeviceUnavailableError
 from aionn.runtime.processes.spawning import USUAL, Settings, Spawned
-from aionn.runtime.processes.template import end_unused
 
 EARLY_S = 10.0
 """A driver that was started early is ended when no compile has asked for it for so long."""
@@ -55,7 +54,6 @@ def spawn_early(names: Sequence[str] | None, settings: Settings) -> dict[str, Sp
 
 
 def end_early(spawned: dict[str, Spawned]) -> None:
-    """End the processes that were not taken over, and their template if no runtime was opened."""
+    """End the processes that were not taken over."""
     while spawned:
         spawned.popitem()[1].end()
-    end_unused()

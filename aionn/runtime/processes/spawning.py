@@ -27,7 +27,7 @@ from aionn.errors import CallerError, DeviceUnavailableError
 from aionn.remote.orders import CONTROL_FD, COUNTER_FD, LEAVES_TEMPLATE, PAGE_FD, SOCKET_FD, SPACES
 from aionn.runtime.processes.output import Output, output_pipe
 from aionn.runtime.processes.surroundings import driver_environment
-from aionn.runtime.processes.template import Template, new_template, template_of_thread
+from aionn.runtime.processes.template import Template, end_unused, new_template, template_of_thread
 from aionn.tasks import leave_in_child
 
 if TYPE_CHECKING:
@@ -149,7 +149,10 @@ class Spawned:
         return pidfd, self.sock, self.output
 
     def end(self) -> None:
-        """Kill the process and wait for its end, unless it was taken over. A process that does not end is left to the system."""
+        """Kill the process and wait for its end, unless it was taken over. A process that does not end is left to the system.
+
+        Without a runtime, the template that the process may have left ends, too.
+        """
         if self.pidfd < 0:
             return
         pidfd, sock, output = self.take_over()
@@ -166,6 +169,7 @@ class Spawned:
             sock.close()
             output.end()
             remove_folder(self.exports)
+            end_unused()
 
     def leave(self) -> None:
         """Close the descriptors in a child of fork: the process is the parent's."""
