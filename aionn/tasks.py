@@ -423,7 +423,10 @@ class Answer(Generic[T]):
 
     async def wait(self) -> T:
         """Wait for the result, or raise the error."""
-        return await self._future
+        try:
+            return await self._future
+        finally:
+            del self  # the error's traceback would hold the answer, and the answer holds the error
 
 
 _MOST_THREADS = 128

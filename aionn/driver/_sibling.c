@@ -3,7 +3,8 @@
  * The template of drivers makes drivers in this way, so that the app can wait for each of them as for any other child.
  *
  * The C library's `fork` cannot do it, because its copies are children of the caller. A bare system call would leave the numbers stale that
- * the C library and Python keep in memory. So the kernel writes the number of the copy to the place that the C library has registered for it, and Python looks anew.
+ * the C library and Python keep in memory. So the kernel writes the number of the copy to the place that the C library has registered for
+ * it, and Python looks anew.
  *
  * Invariants
  *     This process has one thread, so no other thread holds a lock that the copy would wait for. The caller has looked.

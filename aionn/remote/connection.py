@@ -115,6 +115,7 @@ class Connection:
                 _discard(calling, *answered)  # cancelled between the answer and the resumption
             raise
         finally:
+            del calling  # as in `Answer.wait`
             if late is not None:
                 late.cancel()
 

@@ -36,6 +36,7 @@ from aionn.runtime.preparing.plan import checked_names, checked_stages, prepare_
 from aionn.runtime.preparing.preparation import check_kept
 from aionn.runtime.processes.devices import Devices
 from aionn.runtime.processes.spawning import GRACE_S, KILL_S, Settings
+from aionn.runtime.processes.template import leave_template
 from aionn.runtime.progress import READING, CompilationReports, Named, Progress, Unwatched, current
 from aionn.runtime.reports import Reports, checked_on_event
 from aionn.runtime.session import Session
@@ -189,6 +190,7 @@ class OpenRuntime:
             await self._tasks.open()
         except BaseException:
             self._reports.end()
+            leave_template(self.devices)
             if self._traced is not None:
                 end_environment(self._traced)
             raise

@@ -31,7 +31,7 @@ from aionn.runtime.processes.early import EARLY_S
 from aionn.runtime.processes.process import DriverProcess, end_processes
 from aionn.runtime.processes.restarts import Restarts
 from aionn.runtime.processes.spawning import USUAL, WHEN_IDLE, Settings, Spawned
-from aionn.runtime.processes.template import leave_template, use_template
+from aionn.runtime.processes.template import end_unused, leave_template, use_template
 from aionn.runtime.progress import STARTING, current
 from aionn.runtime.reports import DriverReports, Reports
 from aionn.sandbox.report import Confinement
@@ -452,6 +452,7 @@ class Devices:
             await end_processes(processes)
         finally:
             leave_template(self)
+            end_unused()
             self.disk.fail_waiting(CallerError("the runtime was closed"))
 
 

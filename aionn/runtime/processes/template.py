@@ -236,9 +236,8 @@ def use_template(user: object) -> None:
 
 
 def leave_template(user: object) -> None:
-    """Keep it no more for this runtime, whose drivers have ended. The template ends with the last one."""
+    """Keep it no more for this runtime. When the runtime's drivers have ended, `end_unused` must follow."""
     _here.users.discard(user)
-    end_unused()
 
 
 def end_unused() -> None:
