@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import resource
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from contextlib import contextmanager
 @contextmanager
 def free_descriptors(count: int) -> Iterator[None]:
     """Leave so many descriptors to this process for the `with` body."""
+    gc.collect()  # or garbage with descriptors could give them back during the body
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     highest = max(int(fd) for fd in os.listdir("/proc/self/fd"))
     resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1 + count, hard))

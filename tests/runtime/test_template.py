@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import anyio
 import numpy as np
 import psutil
 import pytest
@@ -306,3 +307,22 @@ async def test_a_device_whose_library_starts_threads_leaves_no_template() -> Non
         device = device_of(runtime, "openvino")
         await device.restart()
         assert from_template(device.pid or 0)
+
+
+async def test_a_stop_before_the_template_is_there_leaves_nothing() -> None:
+    """The first driver is killed at different moments of its imports, before and after it has left its copy."""
+    for wait_s in (0.0, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3):
+        async with leak_check(), aionn.Runtime(start=()) as runtime, anyio.create_task_group() as group:
+            device = device_of(runtime)
+            group.start_soon(quietly_restarted, device)
+            with anyio.move_on_after(wait_s):
+                await anyio.sleep_forever()
+            for pid in driver_pids():
+                os.kill(pid, signal.SIGKILL)
+            group.cancel_scope.cancel()
+        assert template_pids() == []
+
+
+async def quietly_restarted(device: aionn.Device) -> None:
+    with suppress(aionn.AionnError):
+        await device.restart()
