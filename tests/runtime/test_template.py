@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import signal
@@ -35,6 +36,7 @@ TEMPLATE = "aionn.driver.template"
 def no_template_before() -> Iterator[None]:
     """No template of an earlier test is used, and none is left."""
     templates.end_unused()
+    templates._here.why = ""
     assert not templates._here.users
     yield
     assert not templates._here.users
@@ -326,3 +328,29 @@ async def test_a_stop_before_the_template_is_there_leaves_nothing() -> None:
 async def quietly_restarted(device: aionn.Device) -> None:
     with suppress(aionn.AionnError):
         await device.restart()
+
+
+async def test_a_template_that_no_driver_needs_ends_and_the_next_driver_leaves_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(templates, "_IDLE_S", 0.1)
+    async with leak_check(), aionn.Runtime(start=()) as runtime:
+        await templated(runtime)
+        (pid,) = template_pids()
+        driver = device_of(runtime).pid
+        assert driver is not None
+        os.kill(driver, signal.SIGKILL)
+        assert await ended(pid, 10)
+        await device_of(runtime).restart()
+        await templated(runtime)
+
+
+async def test_why_there_is_no_template_is_known(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "aionn.driver")
+    async with leak_check(), aionn.Runtime(start=()) as runtime:
+        assert templates.why_none() == "no driver has left one"
+        await templated(runtime)
+        assert templates.why_none() == ""
+        (pid,) = template_pids()
+        os.kill(pid, signal.SIGKILL)
+        assert await ended(pid, 1)
+        assert templates.why_none() == "it has ended"
+    assert [record for record in caplog.records if "without a template: it has ended" in record.getMessage()]

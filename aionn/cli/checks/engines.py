@@ -19,6 +19,7 @@ from aionn.cli.checks.row import Row, fail, ok, warn
 from aionn.cli.checks.sandbox import confined
 from aionn.engines.installed import BUILT_IN, GROUP, with_descriptors
 from aionn.errors import AionnError
+from aionn.runtime.processes.template import why_none
 from aionn.testing.checked_models import CheckedModel, standard_models
 
 ENGINE_S = 60.0
@@ -74,16 +75,30 @@ async def engines(names: Sequence[str], state_dir: str | None = None) -> list[Ro
             found[name] = await _engine(runtime, name, subject)
 
     with _left_as_it_is(state_dir) as folder:
-        async with aionn.Runtime(start=(), name="aionn doctor", state_dir=folder) as runtime, anyio.create_task_group() as tasks:
-            for name in names:
-                if name not in missing:
-                    tasks.start_soon(check, runtime, name)
+        async with aionn.Runtime(start=(), name="aionn doctor", state_dir=folder) as runtime:
+            async with anyio.create_task_group() as tasks:
+                for name in names:
+                    if name not in missing:
+                        tasks.start_soon(check, runtime, name)
+            why = why_none()
     rows = [row for name in names for row in found.get(name, ())]
+    if found:
+        rows.append(_template(why))
     rows += [ok(f"engine {name}", f"not installed; pip install 'aionn[{name}]' brings it") for name in names if name in missing]
     if set(names) - {"reference"} and not set(found) - {"reference"}:
         way_out = "pip install 'aionn[onnxruntime]'"
         rows.append(warn("engines", "only the reference, which is slow", "an engine that computes models quickly", way_out))
     return rows
+
+
+def _template(why: str) -> Row:
+    if not why:
+        return ok("template", "further drivers are copies of one that has started")
+    needed, way_out = (
+        "a driver that can be copied, so that the next ones start quickly",
+        "drivers work without it; each takes a whole start",
+    )
+    return warn("template", f"each driver is started by itself: {why}", needed, way_out)
 
 
 @contextmanager

@@ -15,6 +15,7 @@ started by exec.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import resource
 import select
@@ -22,13 +23,17 @@ import signal
 import socket
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from typing import Protocol
 
 from aionn.errors import CallerError
 from aionn.remote.orders import MADE, NUMBER_OF_LAST, OWN_NUMBER, PAGE_BYTES, READY, encode_order, may_differ
 from aionn.tasks import leave_in_child, running_loop
+
+logger = logging.getLogger("aionn.driver")
 
 _ANSWER_S = 0.5
 """How long the loop waits for a template to copy itself, which takes 1 to 5 ms. Then the template is ended."""
@@ -38,6 +43,9 @@ _END_S = 1.0
 
 _FEW_FILES = 128
 """A process that may open so few files has none to spare for a template."""
+
+_IDLE_S = 10.0
+"""A template ends when no driver of its thread was alive or asked for in this time."""
 
 _RIGHTS = ("Umask", "Uid", "Gid", "Groups", "CapPrm", "CapEff", "CapBnd", "CapAmb", "NoNewPrivs", "Seccomp", "Cpus_allowed", "Mems_allowed")
 """Lines of /proc/self/status that a child takes over."""
@@ -65,6 +73,7 @@ class Template:
         theirs: a socket and a page for the driver that leaves the template. `given` closes this side's copy of the socket.
         pid: its number. 0 as long as there is no template yet, and after its end.
         why: why there is no template, if it was asked for and could not be had.
+        used_s: when a driver was last alive or asked for, by time.monotonic.
     """
 
     def __init__(self, found: tuple[object, ...]) -> None:
@@ -82,6 +91,7 @@ class Template:
             os.close(self._page)
             raise
         self.pid, self.why = 0, ""
+        self.used_s = time.monotonic()
         self._loop: asyncio.AbstractEventLoop | None = None
         leave_in_child(self)
 
@@ -125,6 +135,7 @@ class Template:
             self.pid = self._number(OWN_NUMBER)
         else:
             self.why = said.decode(errors="replace") or "it has ended"
+            logger.info("drivers are started one by one from now on, without a template: %s", self.why)
             self.end()
 
     def order(self, arguments: Sequence[str], environment: Mapping[str, str], given: tuple[int, int, int]) -> int:
@@ -136,6 +147,7 @@ class Template:
             given: its control socket, the pipe for its output, and its counter.
         """
         self.look()
+        self.used_s = time.monotonic()
         if not self.pid or self._found != surroundings(environment):
             return 0
         os.pwrite(self._page, bytes(4), NUMBER_OF_LAST)
@@ -194,12 +206,22 @@ class Template:
             self._orders.close()
 
 
+class User(Protocol):
+    """A runtime's devices."""
+
+    @property
+    def has_drivers(self) -> bool:
+        """Whether a driver process of the runtime is alive."""
+        ...
+
+
 class _Here(threading.local):
-    """What a thread has: its template, and who may still use it. A user that is dropped counts no more."""
+    """What a thread has: its template, who may still use it, and why the last one has ended. A user that is dropped counts no more."""
 
     def __init__(self) -> None:
         self.template: Template | None = None
-        self.users: weakref.WeakSet[object] = weakref.WeakSet()
+        self.users: weakref.WeakSet[User] = weakref.WeakSet()
+        self.why = ""
 
 
 _here = _Here()
@@ -211,8 +233,14 @@ def template_of_thread() -> Template | None:
     if template is not None:
         template.look()
         if template.over:
+            _here.why = template.why
             template = _here.template = None
     return template
+
+
+def why_none() -> str:
+    """Return why this thread has no template, or an empty text."""
+    return "" if template_of_thread() is not None else _here.why or "no driver has left one"
 
 
 def new_template(environment: Mapping[str, str]) -> Template | None:
@@ -224,18 +252,19 @@ def new_template(environment: Mapping[str, str]) -> Template | None:
         template = _here.template = Template(found)
     except OSError:
         return None  # the start of the driver will say what is missing
+    _here.why = ""
     template.watch()
     return template
 
 
-def use_template(user: object) -> None:
+def use_template(user: User) -> None:
     """Keep this thread's template for one more runtime, until `leave_template`."""
     _here.users.add(user)
     if (template := template_of_thread()) is not None:
         template.watch()
 
 
-def leave_template(user: object) -> None:
+def leave_template(user: User) -> None:
     """Keep it no more for this runtime. When the runtime's drivers have ended, `end_unused` must follow."""
     _here.users.discard(user)
 
@@ -244,5 +273,17 @@ def end_unused() -> None:
     """End this thread's template if no runtime of the thread is open."""
     template = _here.template
     if template is not None and not _here.users:
+        _here.template = None
+        template.end()
+
+
+def end_idle() -> None:
+    """End this thread's template if no driver was alive or asked for in `_IDLE_S`. The next driver leaves another one."""
+    template = _here.template
+    if template is None or not template.pid:
+        return
+    if any(user.has_drivers for user in _here.users):
+        template.used_s = time.monotonic()
+    elif time.monotonic() - template.used_s > _IDLE_S:
         _here.template = None
         template.end()
