@@ -31,7 +31,6 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # as under nohup
 
-import aionn
 from aionn.testing import FakeDevice
 from aionn.testing.fake_engine import SecondFakeEngine
 from tests.real_models import carried  # after that line: it may be asked for a file while modules are collected
@@ -45,7 +44,6 @@ pytest_plugins = ["tests.runs"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--real-starts", action="store_true", help="start each driver by itself, without a template")
     parser.addoption("--both-loops", action="store_true", help="run every async test on asyncio's own loop and on uvloop")
 
 
@@ -115,43 +113,6 @@ def no_driver_starts_early() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("aionn.runtime.processes.early.BY_DEFAULT", False)
         yield
-
-
-class _Kept:
-    """What keeps the template of this process of tests."""
-
-    has_drivers = True
-
-
-@pytest.fixture(scope="session", autouse=True)
-def drivers_come_from_a_template(no_driver_starts_early: None, request: pytest.FixtureRequest) -> Iterator[None]:
-    """Drivers whose surroundings are the tests' own come from one template, which outlives the tests' runtimes.
-
-    A test with the mark `own_process` has none before it starts one. With `--real-starts` each driver is started by itself.
-    """
-    from aionn.runtime.processes import template
-
-    if request.config.getoption("--real-starts"):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(template, "new_template", lambda environment: None)
-            yield
-        return
-    if request.config.option.own_process is not None:
-        yield
-        return
-
-    async def leave_one() -> None:
-        async with aionn.Runtime(start=("onnxruntime",)) as runtime:
-            await runtime.devices[0].restart()
-            await runtime.devices[0].restart()
-
-    kept = _Kept()
-    template.use_template(kept)
-    aionn.run(leave_one)
-    assert template.why_none() == ""
-    yield
-    template.leave_template(kept)
-    template.end_unused()
 
 
 @pytest.fixture(scope="session", autouse=True)
