@@ -36,7 +36,7 @@ from aionn.runtime.preparing.plan import checked_names, checked_stages, prepare_
 from aionn.runtime.preparing.preparation import check_kept
 from aionn.runtime.processes.devices import Devices
 from aionn.runtime.processes.spawning import GRACE_S, KILL_S, Settings
-from aionn.runtime.processes.template import leave_template
+from aionn.runtime.processes.template import end_idle, leave_template
 from aionn.runtime.progress import READING, CompilationReports, Named, Progress, Unwatched, current
 from aionn.runtime.reports import Reports, checked_on_event
 from aionn.runtime.session import Session
@@ -182,7 +182,7 @@ class OpenRuntime:
         self.health = HealthWatch(self.session, policy)
         self.compilations: weakref.WeakSet[CompilationParts] = weakref.WeakSet()
         self._stores: dict[str, CacheStore] = {}
-        self._reports.each_beat.append(weakref.WeakMethod(self._show_caches))
+        self._reports.each_beat.append(weakref.WeakMethod(self._beat))
 
     async def open(self) -> None:
         """Start the runtime's own task."""
@@ -250,6 +250,10 @@ class OpenRuntime:
         if store is None:
             store = self._stores[path] = CacheStore(path)
         return CacheChoice(store, token, required=required)
+
+    def _beat(self) -> None:
+        self._show_caches()
+        end_idle()
 
     def _show_caches(self) -> None:
         for path, store in self._stores.items():

@@ -168,6 +168,7 @@ async def test_a_provider_that_is_listed_and_does_not_load_is_a_warning(monkeypa
         f"engine {name}": "ok",
         f"sandbox {name}": "ok",
         f"engine {name}:gone": "warn",
+        "template": "ok",
     }
     assert "no card is plugged in" in rows[f"engine {name}:gone"].found
 
@@ -179,11 +180,12 @@ async def test_a_built_in_engine_without_its_library_is_no_fault(monkeypatch: py
     assert [(row.check, row.status) for row in rows] == [
         ("engine reference", "ok"),
         ("sandbox reference", "ok"),
+        ("template", "ok"),
         ("engine onnxruntime", "ok"),
         ("engine openvino", "ok"),
         ("engines", "warn"),
     ]
-    assert "pip install 'aionn[onnxruntime]'" in rows[2].found
+    assert "pip install 'aionn[onnxruntime]'" in rows[3].found
 
 
 # --- folders ----------------------------------------------------------------------------------------------------------------

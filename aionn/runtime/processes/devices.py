@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 import signal
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -32,7 +31,7 @@ from aionn.runtime.processes.early import EARLY_S
 from aionn.runtime.processes.process import DriverProcess, end_processes
 from aionn.runtime.processes.restarts import Restarts
 from aionn.runtime.processes.spawning import USUAL, WHEN_IDLE, Settings, Spawned
-from aionn.runtime.processes.template import end_idle, end_unused, leave_template, use_template
+from aionn.runtime.processes.template import end_unused, leave_template, use_template
 from aionn.runtime.progress import STARTING, current
 from aionn.runtime.reports import DriverReports, Reports
 from aionn.sandbox.report import Confinement
@@ -249,11 +248,6 @@ class Devices:
         self._ending: set[DriverProcess] = set()
         self._closed = False
         use_template(self)
-        if reports is not None:
-            reports.each_beat.append(weakref.WeakMethod(self._beat))
-
-    def _beat(self) -> None:
-        end_idle()
 
     @property
     def has_drivers(self) -> bool:
