@@ -16,6 +16,7 @@ import msgspec
 from onnx import TensorProto, helper
 
 import aionn.hal
+from aionn.runtime.processes.template import why_none
 from tests.engines.onnx_graphs import model_of, value
 from tests.leaks import leak_check
 from tests.sandbox.evil_calls import Target
@@ -108,12 +109,14 @@ def targets(folder: Path) -> Iterator[Target]:
 
 @asynccontextmanager
 async def attacked(
-    device: str, sandbox: str, target: Target, environment: Mapping[str, str] | None = None
+    device: str, sandbox: str, target: Target, environment: Mapping[str, str] | None = None, template: bool = True
 ) -> AsyncIterator[tuple[aionn.Runtime, aionn.Compilation, Target]]:
-    """Start a driver of one evil engine to ask, and another of the other, its sibling."""
+    """Start a driver of one evil engine to ask, and another of the other, its sibling. The first is a copy of the template, if asked."""
     other = EVIL_COMPILER if device == EVIL else EVIL
     model = evil_model(Path(target.folder).parent / "model")
-    async with leak_check(), aionn.Runtime(sandbox=sandbox, driver_env=environment, engine_needs=NEEDS, hang_s=60) as runtime:
+    options: dict[str, Any] = {"sandbox": sandbox, "driver_env": environment, "engine_needs": NEEDS, "hang_s": 60}
+    async with leak_check(), aionn.Runtime(**options, template=template) as runtime:
         sibling = await ask(await runtime.compile(model, devices=(other,)), Question())
+        assert bool(why_none()) is not template
         compilation = await runtime.compile(model, devices=(device,))
         yield runtime, compilation, msgspec.structs.replace(target, sibling=sibling.pid)

@@ -54,9 +54,10 @@ def allowed_to_lack(device: str) -> set[str]:
 
 
 @BOTH
+@pytest.mark.parametrize("template", [True, False])
 @pytest.mark.skipif(any(row.status != "ok" for row in (files(), system_calls())), reason="this kernel confines no driver")
-async def test_no_attack_from_inside_a_driver_has_success(device: str, target: Target) -> None:
-    async with attacked(device, "auto", target) as (runtime, compilation, aim):
+async def test_no_attack_from_inside_a_driver_has_success(device: str, template: bool, target: Target) -> None:
+    async with attacked(device, "auto", target, template=template) as (runtime, compilation, aim):
         assert holds(runtime, device) >= WHOLE - allowed_to_lack(device)
         answer = await ask(compilation, Question(tuple(ATTACKS), aim))
     assert [text.partition(" ")[0] for text in answer.while_compiling] == ["denied", "denied"]
