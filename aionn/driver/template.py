@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from importlib import import_module
 
-from aionn.driver.beginning import bind_to_parent, name_process
+from aionn.driver.beginning import bind_to_parent, close_inherited, name_process
 from aionn.engines.installed import BUILT_IN
 from aionn.remote.orders import (
     CONTROL_FD,
@@ -42,8 +42,6 @@ from aionn.remote.orders import (
 
 _ONE_THREAD = ("onnxruntime", "reference")
 """Engines whose import starts no thread."""
-
-_MOST_FILES = 1 << 16
 
 
 def leave_template(arguments: list[str]) -> list[str]:
@@ -108,6 +106,7 @@ def _wait_for_orders(orders: socket.socket) -> list[str]:
     """Be the template. Returns in drivers only."""
     for fd in (1, 2, CONTROL_FD, COUNTER_FD):
         os.dup2(0, fd)  # these belong to the driver; the numbers stay in use
+    close_inherited((CONTROL_FD, COUNTER_FD, SOCKET_FD, PAGE_FD))
     bind_to_parent()
     name_process("template")
     _show(["aionn.driver.template"])
@@ -132,8 +131,7 @@ def _become(message: bytes, given: Sequence[int]) -> list[str]:
     signal.pthread_sigmask(signal.SIG_SETMASK, signal.valid_signals())
     control, printing, counter = given
     for fd, place in ((control, CONTROL_FD), (printing, 1), (printing, 2), (counter, COUNTER_FD)):
-        os.dup2(fd, place)
-    os.closerange(PAGE_FD + 1, _MOST_FILES)
+        os.dup2(fd, place)  # `begin` closes those that were given
     arguments, variables = decode_order(message)
     for name in [name for name in os.environ if may_differ(name)]:
         del os.environ[name]

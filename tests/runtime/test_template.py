@@ -120,6 +120,15 @@ def links_of(pid: int) -> list[str]:
     return found
 
 
+async def test_what_an_app_leaves_open_for_its_children_stays_open_neither_in_the_template_nor_in_drivers(tmp_path: Path) -> None:
+    with (tmp_path / "left open").open("w") as file:
+        os.set_inheritable(file.fileno(), True)
+        async with leak_check(), aionn.Runtime(start=()) as runtime:
+            pids = [await templated(runtime), *template_pids()]
+            assert len(pids) == 2
+            assert not [link for pid in pids for link in links_of(pid) if "left open" in link]
+
+
 COPIES = """
     import ctypes, os, sys, threading
     from aionn.driver._sibling import make_sibling
