@@ -18,7 +18,9 @@ if __name__ == "__main__":
         # The loop's library tries io_uring, which no sandbox allows.
         os.environ["UV_USE_IO_URING"] = "0"
         gc.disable()  # everything imported here stays, so looking for garbage in it is a waste of time
-        arguments, templated = sys.argv[1:], sys.argv[-1].startswith("template")
+        from aionn.remote.orders import LEAVES_TEMPLATE
+
+        arguments, templated = sys.argv[1:], sys.argv[-1].rstrip() == LEAVES_TEMPLATE
         if templated:
             from aionn.driver.template import leave_template, set_blas_threads
 

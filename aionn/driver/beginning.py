@@ -1,7 +1,8 @@
 """The first lines of a driver process: tie its life to its parent's, give its rights away, open its socket.
 
-All of it happens with one thread, and before NumPy, the loop's library or an engine is imported. A thread made earlier would keep its
-rights. So this module imports nothing heavy. The thread that watches the output is made last.
+All of it happens with one thread, because a thread made earlier would keep its rights. A driver that neither leaves a template nor comes
+from one has not imported NumPy, the loop's library or an engine yet. So this module imports nothing heavy. The thread that watches the
+output is made last.
 """
 
 from __future__ import annotations

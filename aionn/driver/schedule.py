@@ -1,7 +1,7 @@
 """When the system gives a driver process CPU time: like its app, in the background, or only when a CPU is idle.
 
-`__main__` uses this module before it imports anything else. NumPy makes threads when it is imported, and a thread keeps the schedule that
-the process had when the thread was made.
+`__main__` uses this module while the process has one thread. NumPy makes threads when it is imported. A thread keeps the schedule that the
+process had when the thread was made.
 """
 
 from __future__ import annotations

@@ -39,6 +39,7 @@ from aionn.remote.orders import (
     decode_order,
     may_differ,
 )
+from aionn.sandbox.confining import SandboxError, threads_here
 
 _ONE_THREAD = ("onnxruntime", "reference")
 """Engines whose import starts no thread."""
@@ -88,12 +89,15 @@ def _import_needed(device: str) -> str:
             find(name, home)
         except DeviceUnavailableError:
             return f"{name} cannot be loaded"  # the driver will say why
-    threads = len(os.listdir("/proc/self/task")) if os.path.isdir("/proc/self/task") else 0
-    return "" if threads == 1 else f"{threads or 'an unknown number of'} threads run before the first model"
+    try:
+        threads = threads_here()
+    except SandboxError as error:
+        return str(error)
+    return "" if threads == "1" else f"{threads} threads run before the first model"
 
 
 def _copy(at: int) -> str | None:
-    """Copy this process. Returns None in the copy, else an empty text or why there is no copy."""
+    """Copy this process. The copy gets None. This process gets an empty text, or a text that says why there is no copy."""
     from aionn.driver._sibling import make_sibling
 
     try:

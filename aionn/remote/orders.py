@@ -13,7 +13,7 @@ MOST_BYTES = 1 << 16
 """The most bytes of an order."""
 
 READY, MADE = b"ready", b"made"
-"""What a template says once it waits for orders, and after each driver. Any other text is the reason why there is no driver."""
+"""A template says READY when it waits for orders, and MADE when it has made a driver. Any other text says what keeps it from that."""
 
 CONTROL_FD, COUNTER_FD, SOCKET_FD, PAGE_FD = 3, 4, 5, 6
 """The descriptors of a driver, and the two more of one that is to leave a template."""

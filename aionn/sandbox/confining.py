@@ -29,7 +29,7 @@ class SandboxError(Exception):
 
 
 def confine(level: str, needs: Needs | None, writable: tuple[str, ...] = ()) -> Confinement:
-    """Give away what a driver does not need. Call it with one thread, before anything else is imported.
+    """Give away what a driver does not need. Call it with one thread, before a model is seen.
 
     Args:
         level: "auto", "require" or "strict"; with "off" nothing happens.
@@ -62,12 +62,21 @@ def confine(level: str, needs: Needs | None, writable: tuple[str, ...] = ()) -> 
     return Confinement(level, tuple(report.holds), tuple(report.lacks))
 
 
+def threads_here() -> str:
+    """Return how many threads this process has: their number, or without /proc "1" or "several".
+
+    Raises:
+        SandboxError: they cannot be counted.
+    """
+    try:
+        return str(len(os.listdir("/proc/self/task")))
+    except OSError as error:
+        return _threads_by_kernel(error)
+
+
 def _check_threads() -> None:
     """Refuse to go on with more than one thread."""
-    try:
-        threads = str(len(os.listdir("/proc/self/task")))
-    except OSError as error:
-        threads = _threads_by_kernel(error)
+    threads = threads_here()
     if threads != "1":
         raise SandboxError(
             f"it has {threads} threads before it is confined, and each would keep its rights; remove what starts a thread when Python "

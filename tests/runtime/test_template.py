@@ -36,7 +36,6 @@ TEMPLATE = "aionn.driver.template"
 def no_template_before() -> Iterator[None]:
     """No template of an earlier test is used, and none is left."""
     templates.end_unused()
-    templates._here.why = ""
     assert not templates._here.users
     yield
     assert not templates._here.users

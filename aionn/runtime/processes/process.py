@@ -37,7 +37,8 @@ from aionn.runtime.logs import about
 from aionn.runtime.processes.child import Child
 from aionn.runtime.processes.liveness import Hang, Judge, waiting_cpu_ns, watch, watch_start
 from aionn.runtime.processes.restarts import Life
-from aionn.runtime.processes.spawning import ABORT_S, DEFAULT_HANG_S, GRACE_S, KILL_S, USUAL, WHEN_IDLE, Settings, Spawned
+from aionn.runtime.processes.spawning import DEFAULT_HANG_S, GRACE_S, KILL_S, USUAL, WHEN_IDLE, Settings, Spawned
+from aionn.runtime.processes.template import ABORT_S
 from aionn.runtime.reports import DriverReports
 from aionn.tasks import Tasks, bounded_shield
 

@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import fcntl
 import os
-import select
 import signal
 import socket
 import sys
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
@@ -27,7 +26,7 @@ from aionn.errors import CallerError, DeviceUnavailableError
 from aionn.remote.orders import CONTROL_FD, COUNTER_FD, LEAVES_TEMPLATE, PAGE_FD, SOCKET_FD, SPACES
 from aionn.runtime.processes.output import Output, output_pipe
 from aionn.runtime.processes.surroundings import driver_environment
-from aionn.runtime.processes.template import Template, end_unused, new_template, template_of_thread
+from aionn.runtime.processes.template import Template, end_child, end_unused, new_template, template_of_thread
 from aionn.tasks import leave_in_child
 
 if TYPE_CHECKING:
@@ -43,9 +42,6 @@ GRACE_S = 2.0
 
 KILL_S = 5.0
 """How long to wait for a killed process: the kernel may be busy freeing its memory. The process is then left to init."""
-
-ABORT_S = 1.0
-"""How long to wait for a killed process where closing is cancelled. The loop stands still meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,15 +153,8 @@ class Spawned:
             return
         pidfd, sock, output = self.take_over()
         try:
-            with suppress(ProcessLookupError):
-                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-            (waiting := select.poll()).register(pidfd, select.POLLIN)
-            waiting.poll(ABORT_S * 1000)
-            os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOHANG)
-        except ChildProcessError:
-            pass  # the app has reaped the process
+            end_child(pidfd)
         finally:
-            os.close(pidfd)
             sock.close()
             output.end()
             remove_folder(self.exports)

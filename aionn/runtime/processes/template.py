@@ -38,8 +38,8 @@ logger = logging.getLogger("aionn.driver")
 _ANSWER_S = 0.5
 """How long the loop waits for a template to copy itself, which takes 1 to 5 ms. Then the template is ended."""
 
-_END_S = 1.0
-"""How long to wait for a killed template. Then it is left to the system."""
+ABORT_S = 1.0
+"""How long to wait for a killed process where nothing may be awaited. The loop stands still meanwhile."""
 
 _FEW_FILES = 128
 """A process that may open so few files has none to spare for a template."""
@@ -66,11 +66,24 @@ def surroundings(environment: Mapping[str, str]) -> tuple[object, ...] | None:
         return None
 
 
+def end_child(pidfd: int) -> None:
+    """Kill a child process, wait for its end for at most `ABORT_S`, and close its pidfd. One that does not end is left to the system."""
+    try:
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        (waiting := select.poll()).register(pidfd, select.POLLIN)
+        waiting.poll(ABORT_S * 1000)
+        with suppress(ChildProcessError):  # the app has reaped it
+            os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOHANG)
+    finally:
+        os.close(pidfd)
+
+
 class Template:
     """A template, from the start of the driver that leaves it. Use it in the thread that made it.
 
     Attributes:
-        theirs: a socket and a page for the driver that leaves the template. `given` closes this side's copy of the socket.
+        theirs: a socket and a page for the driver that leaves the template. `given` must follow.
         pid: its number. 0 as long as there is no template yet, and after its end.
         why: why there is no template, if it was asked for and could not be had.
         used_s: when a driver was last alive or asked for, by time.monotonic.
@@ -100,12 +113,12 @@ class Template:
         return self._theirs.fileno(), self._page
 
     def given(self) -> None:
-        """Note that the driver has its copies, or that there is no driver."""
+        """Close this side's copy of the driver's socket. Call it when the driver was started, or could not be."""
         self._theirs.close()
 
     @property
     def over(self) -> bool:
-        """Whether there is no template and will be none."""
+        """Whether the template has ended, or could not be left."""
         return self._page < 0
 
     def watch(self) -> None:
@@ -159,43 +172,31 @@ class Template:
                 said = self._orders.recv(PAGE_BYTES)
         if said not in (b"", MADE):
             return 0  # the system has no room for another process
-        page = os.dup(self._page)
-        try:
-            if not said:
-                self.why = "it did not answer"
-                self.end()  # so that what stands in the page is final
-            return int.from_bytes(os.pread(page, 4, NUMBER_OF_LAST), "little")
-        finally:
-            os.close(page)
+        if said:
+            return self._number(NUMBER_OF_LAST)
+        self.why = "it did not answer"
+        return self.end()
 
     def _number(self, at: int) -> int:
         return int.from_bytes(os.pread(self._page, 4, at), "little")
 
-    def end(self) -> None:
-        """Kill the template and wait for its end. Idempotent. The driver that was to leave it must have ended, or have left it."""
+    def end(self) -> int:
+        """Kill the template and wait for its end. Idempotent. The driver that was to leave it must have ended, or have left it.
+
+        Returns the number of the driver that it has made last, or 0.
+        """
         if self.over:
-            return
+            return 0
         self.unwatch()
-        pid, self.pid = self._number(OWN_NUMBER), 0
+        if pid := self._number(OWN_NUMBER):
+            with suppress(OSError):  # the app has reaped it
+                end_child(os.pidfd_open(pid))
+        last = self._number(NUMBER_OF_LAST)  # final, because the template has ended
         os.close(self._page)
-        self._page = -1
-        self.given()
+        self._page, self.pid = -1, 0
+        self._theirs.close()
         self._orders.close()
-        if not pid:
-            return
-        try:
-            pidfd = os.pidfd_open(pid)
-        except OSError:
-            return  # the app has reaped it
-        try:
-            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-            (waiting := select.poll()).register(pidfd, select.POLLIN)
-            waiting.poll(_END_S * 1000)
-            os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOHANG)
-        except (ProcessLookupError, ChildProcessError):
-            pass  # the app has reaped it
-        finally:
-            os.close(pidfd)
+        return last
 
     def leave(self) -> None:
         """Close the descriptors in a child of fork: the template is the parent's."""
@@ -216,12 +217,11 @@ class User(Protocol):
 
 
 class _Here(threading.local):
-    """What a thread has: its template, who may still use it, and why the last one has ended. A user that is dropped counts no more."""
+    """What a thread has: its last template, and who may still use it. A user that is dropped counts no more."""
 
     def __init__(self) -> None:
         self.template: Template | None = None
         self.users: weakref.WeakSet[User] = weakref.WeakSet()
-        self.why = ""
 
 
 _here = _Here()
@@ -230,17 +230,17 @@ _here = _Here()
 def template_of_thread() -> Template | None:
     """Return this thread's template, or None."""
     template = _here.template
-    if template is not None:
-        template.look()
-        if template.over:
-            _here.why = template.why
-            template = _here.template = None
-    return template
+    if template is None:
+        return None
+    template.look()
+    return None if template.over else template
 
 
 def why_none() -> str:
     """Return why this thread has no template, or an empty text."""
-    return "" if template_of_thread() is not None else _here.why or "no driver has left one"
+    if template_of_thread() is not None:
+        return ""
+    return "no driver has left one" if _here.template is None else _here.template.why
 
 
 def new_template(environment: Mapping[str, str]) -> Template | None:
@@ -252,7 +252,6 @@ def new_template(environment: Mapping[str, str]) -> Template | None:
         template = _here.template = Template(found)
     except OSError:
         return None  # the start of the driver will say what is missing
-    _here.why = ""
     template.watch()
     return template
 
