@@ -100,9 +100,8 @@ def test_no_files_stand_in_a_circle() -> None:
 
 
 RUNTIME_FLOORS = (
-    {"health", "logs", "tracing"},
-    {"reports"},
-    {"progress"},
+    {"health", "tracing"},
+    {"record"},
     {"imports", "loop", "model", "processes", "serving"},
     {"session"},
     {"preparing"},

@@ -26,7 +26,7 @@ import aionn
 from aionn.errors import AionnError, CallerError, DeadlineError, DriverDiedError, DriverHungError, MemoryAllocationError
 from aionn.errors import again as fresh
 from aionn.hal.values import outside_frames
-from aionn.runtime.progress import expecting
+from aionn.runtime.record import expecting
 from aionn.runtime.runtime import opened_of
 
 logger = logging.getLogger("aionn.asgi")
@@ -145,7 +145,7 @@ class Models:
     async def _prepare(self, wanted: WantedModel) -> None:
         """Compile a model, and try again after an error that may pass. Stays, so that health shows the failure, after one that will not."""
         pause_s = _FIRST_PAUSE_S
-        with expecting(self._session.reports, wanted.name, bool(wanted.options.get("required", True))) as shown:
+        with expecting(self._session.record, wanted.name, bool(wanted.options.get("required", True))) as shown:
             while (error := await self._attempt(wanted)) is not None:
                 if not self._session.is_open:
                     return

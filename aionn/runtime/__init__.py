@@ -13,8 +13,7 @@ The lines stand in the order of imports. A package or module here imports the on
     serving      what serves now, and the swap                             processes    driver processes
     model        `Model.load` opens an ONNX file, and reads what is needed when it is needed; `Model.from_onnx` reads it whole
     loop         `run`: a main function on uvloop
-    progress     how a compilation and its preparations are shown
-    reports      what a runtime shows on its statistics page, and as events to those who listen      health  what `Runtime.health` returns
-    logs         what log records carry beside their text                  tracing    what connects a runtime to traces
+    record       what happens, published once: as events, on the statistics page, in traces, and as progress of a compilation
+    health       what `Runtime.health` returns                             tracing    what connects a runtime to traces
     imports      what an open runtime needs, imported while a driver starts
 """

@@ -359,7 +359,7 @@ class Compilation(AsyncOnly):
     @property
     def name(self) -> str:
         """How health, metrics, traces and logs show the compilation: as it was named, or by its model's file."""
-        return self._parts.renewal.named.name
+        return self._parts.renewal.record.name
 
     def burst(self, *, depth: int = 8, anticipate: bool = False, name: str | None = None, warm: bool = False) -> Burst:
         """Return a stream of executions to the driver: `async with compilation.burst() as burst`.

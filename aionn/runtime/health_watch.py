@@ -17,7 +17,7 @@ from aionn.pages.app_layout import ANSWERED, DROPPED
 from aionn.runtime.compilation import CompilationParts
 from aionn.runtime.health import CompilationHealth, Health, HealthPolicy, State
 from aionn.runtime.preparing.renewal import Renewal
-from aionn.runtime.progress import ASKING, FAILED, LOADING, LOOKING, READING, STARTING, Progress
+from aionn.runtime.record import ASKING, FAILED, LOADING, LOOKING, READING, STARTING, Progress
 from aionn.runtime.session import Session
 from aionn.runtime.streaming.connection import BurstConnection
 
@@ -49,7 +49,7 @@ class HealthWatch:
         self._shown: tuple[str, str] = "starting", ""
         self._most_dropped = policy.max_drop_rate
         self._drops = _Drops()
-        session.reports.each_beat.append(weakref.WeakMethod(self.beat))
+        session.record.each_beat.append(weakref.WeakMethod(self.beat))
 
     def watch(self, parts: CompilationParts) -> None:
         """Include a compilation that was made, until it is closed or collected. A burst keeps it, too."""
@@ -66,21 +66,21 @@ class HealthWatch:
         shown = health.state, next(iter(health.reasons), "")
         if shown != self._shown:
             self._shown = shown
-            reports = self._session.reports
-            reports.page.rename(reports.slot, reports.name, *shown)
+            record = self._session.record
+            record.page.rename(record.slot, record.name, *shown)
 
     def read(self) -> Health:
         """Return the health now. Any thread may call this."""
-        session, reports = self._session, self._session.reports
+        session, record = self._session, self._session.record
         if session.inherited:
             return Health("closed", False, False, ("this process is a child of the one that opened it",))
-        if reports.events.ended:
+        if record.ended:
             failure = session.tasks.failure
             return Health("closed", False, False, () if failure is None else (f"an internal error has ended it ({failure!r})",))
         now_ns, alive = time.monotonic_ns(), self._alive()
         drivers = [one.health for usual in list(session.devices.by_name.values()) for one in (usual, usual.low_priority) if one is not None]
         devices = tuple(driver for driver in drivers if driver is not None)
-        under_way = list(reports.under_way.values())
+        under_way = list(record.under_way.values())
         compilations = [_prepared_now(preparation, now_ns) for preparation in under_way]
         compilations += [_at_rest(renewal) for renewal in alive if renewal.preparation is None]
         if not session.is_open:
@@ -99,7 +99,7 @@ class HealthWatch:
 
     def _standstill(self, now_ns: int) -> list[str]:
         """Say for how long the loop has stood still, unless this is its thread. A loop that calls this runs."""
-        late_s = (now_ns - self._session.reports.beat_ns) / 1e9
+        late_s = (now_ns - self._session.record.beat_ns) / 1e9
         if late_s <= LOOP_STALL_S or threading.get_ident() == self._thread:
             return []
         return [f"the event loop has stood still for {late_s:.1f} s"]
@@ -108,7 +108,7 @@ class HealthWatch:
         self, under_way: Sequence[Progress], compilations: Sequence[CompilationHealth], alive: Sequence[Renewal]
     ) -> tuple[State, list[str]]:
         shown = list(zip(under_way, compilations, strict=False))  # the first compilations are those under way
-        missing = [one for preparation, one in shown if preparation.named.required and _keeps_waiting(preparation)]
+        missing = [one for preparation, one in shown if preparation.required and _keeps_waiting(preparation)]
         if missing:
             return "compiling" if any(one.state == "preparing" for one in missing) else "starting", [str(one) for one in missing]
         if not self._has_served:
@@ -158,8 +158,8 @@ def _keeps_waiting(preparation: Progress) -> bool:
 def _prepared_now(preparation: Progress, now_ns: int) -> CompilationHealth:
     failure = preparation.failure
     return CompilationHealth(
-        preparation.named.name,
-        preparation.named.required,
+        preparation.name,
+        preparation.required,
         "failed" if failure else "preparing",
         preparation.device,
         preparation.step,
@@ -170,7 +170,7 @@ def _prepared_now(preparation: Progress, now_ns: int) -> CompilationHealth:
 
 
 def _at_rest(renewal: Renewal) -> CompilationHealth:
-    named, serving = renewal.named, renewal.compiled.serving
+    named, serving = renewal.record, renewal.compiled.serving
     if serving is None or serving.asleep:
         return CompilationHealth(named.name, named.required, "on demand", renewal.device)
     ended_by = serving.ended_by
@@ -182,14 +182,14 @@ def _at_rest(renewal: Renewal) -> CompilationHealth:
 def _refusals(renewal: Renewal) -> Iterator[str]:
     for failure in dict.fromkeys(outcome.not_kept for outcome in renewal.outcomes):  # often one for all steps of a plan
         if failure is not None:
-            yield f"the cache does not keep compilation {renewal.named.name!r} ({failure})"
+            yield f"the cache does not keep compilation {renewal.record.name!r} ({failure})"
 
 
 def _wrong_stages(parts: CompilationParts | None) -> Iterator[str]:
     if parts is None or parts.staging is None or parts.compiled.closed:
         return
     for stage in parts.staging.stages:
-        named = f"stage {stage.name!r} of compilation {parts.renewal.named.name!r}"
+        named = f"stage {stage.name!r} of compilation {parts.renewal.record.name!r}"
         if stage.state == "rejected":
             yield f"{named} was rejected ({stage.reason})"
         elif stage.not_kept is not None:

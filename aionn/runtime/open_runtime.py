@@ -37,8 +37,7 @@ from aionn.runtime.preparing.preparation import check_kept
 from aionn.runtime.processes.devices import Devices
 from aionn.runtime.processes.spawning import GRACE_S, KILL_S, Settings
 from aionn.runtime.processes.template import end_idle, leave_template
-from aionn.runtime.progress import READING, CompilationReports, Named, Progress, Unwatched, current
-from aionn.runtime.reports import Reports, checked_on_event
+from aionn.runtime.record import READING, CompilationRecord, Progress, Record, Unwatched, checked_on_event, current
 from aionn.runtime.session import Session
 from aionn.runtime.tracing import begin_environment, end_environment, write_environment
 from aionn.tasks import OwnedTasks, bounded_shield, checked_count, checked_name, checked_seconds, deadline_of, end_threads, seconds_until
@@ -89,12 +88,12 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
         """
         self._check_modes()
         options = self._prepare_options(opened.devices.settings.threads)
-        named = Named(self._shown_name(), bool(self.required), checked_on_event(self.on_event))
+        name, on_event = self._shown_name(), checked_on_event(self.on_event)
         names = checked_names(opened.devices, self.devices)
         if self.stages is not None:
             names = checked_stages(opened.devices, self.stages)
-        reports = CompilationReports(opened.session.reports, named, options.priority)
-        return CompileRequest(self.model, options, reports, names, None, checked_seconds("idle_s", self.idle_s))
+        record = CompilationRecord(opened.session.record, name, bool(self.required), on_event, options.priority)
+        return CompileRequest(self.model, options, record, names, None, checked_seconds("idle_s", self.idle_s))
 
     def _prepare_options(self, most: int) -> PrepareOptions:
         if not isinstance(self.preference, str) or self.preference not in _PREFERENCES:
@@ -175,21 +174,21 @@ class OpenRuntime:
     def __init__(self, loop: asyncio.AbstractEventLoop, settings: Settings, name: str, policy: HealthPolicy) -> None:
         self._tasks = OwnedTasks(self._close, "runtime")
         self._traced = begin_environment()
-        self._reports = Reports(loop, name)
-        self.devices = Devices(self._tasks, settings, self._reports)
-        self.session = Session(loop, self._tasks, self.devices, self._reports)
+        self._record = Record(loop, name)
+        self.devices = Devices(self._tasks, settings, self._record)
+        self.session = Session(loop, self._tasks, self.devices, self._record)
         self.devices.check_use = self.session.check_open
         self.health = HealthWatch(self.session, policy)
         self.compilations: weakref.WeakSet[CompilationParts] = weakref.WeakSet()
         self._stores: dict[str, CacheStore] = {}
-        self._reports.each_beat.append(weakref.WeakMethod(self._beat))
+        self._record.each_beat.append(weakref.WeakMethod(self._beat))
 
     async def open(self) -> None:
         """Start the runtime's own task."""
         try:
             await self._tasks.open()
         except BaseException:
-            self._reports.end()
+            self._record.end()
             leave_template(self.devices)
             if self._traced is not None:
                 end_environment(self._traced)
@@ -202,11 +201,11 @@ class OpenRuntime:
         """
         request = asked.request(self)
         first = next(iter(self.devices.installed if request.candidates is None else request.candidates), "")
-        progress = None if asked.mode == "jit" else Progress(request.reports, first, cause="first")
-        about = trace.about(model=request.reports.named.name)
+        progress = None if asked.mode == "jit" else Progress(request.record, first, cause="first")
+        about = trace.about(model=request.record.name)
         deadline_ns = request.options.deadline_ns
         parts: CompilationParts | None = None
-        with progress or Unwatched(request.reports.named), about, trace.span("compile", preference=request.options.preference.name.lower()):
+        with progress or Unwatched(request.record.name), about, trace.span("compile", preference=request.options.preference.name.lower()):
             # Inside, so that listeners get the deadline as the reason.
             with nullcontext() if deadline_ns is None else anyio.move_on_after(seconds_until(deadline_ns)):
                 request = await self._completed(asked, request)
@@ -258,12 +257,12 @@ class OpenRuntime:
     def _show_caches(self) -> None:
         for path, store in self._stores.items():
             usage = store.usage
-            self._reports.cache_holds(path, usage.held_bytes, usage.entries, usage.evicted)
+            self._record.cache_holds(path, usage.held_bytes, usage.entries, usage.evicted)
 
     async def aclose(self) -> None:
         """Close everything; see `Runtime.aclose`."""
         self.session.close()
-        if not self._reports.events.ended:
+        if not self._record.ended:
             self.health.beat()
         await self._tasks.aclose(CLOSE_S)
 
@@ -273,7 +272,7 @@ class OpenRuntime:
         # First, or a stage would try to go on with devices that end.
         for compiled in list(self.session.models):
             compiled.abandon()
-        self._reports.drivers_end()
+        self._record.drivers_end()
         try:
             await self.devices.aclose()
         finally:
@@ -282,7 +281,7 @@ class OpenRuntime:
             for compiled in list(self.session.models):
                 compiled.end()
             self._show_caches()
-            self._reports.end()
+            self._record.end()
             if self._traced is not None:
                 await write_environment(self._traced)
             # Side by side: no store waits for another one's disk before it ends the calls that wait in it.
@@ -301,7 +300,7 @@ async def _staged(session: Session, request: CompileRequest, policy: StagePolicy
     from aionn.runtime.staging.stage import StagePolicy
 
     await digested(session.devices, request.model)  # what the comparisons of stages are kept under
-    policy, stages = policy or StagePolicy(), stages_of(request.candidates or (), request.reports)
+    policy, stages = policy or StagePolicy(), stages_of(request.candidates or (), request.record)
     found = check_kept(request, await prepare_first(session.devices, stages, request, policy))
     progress.outcomes = found[1]
     if outside_frames(request.model):

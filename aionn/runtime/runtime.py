@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from aionn.runtime.model import Model as AppModel
     from aionn.runtime.open_runtime import OpenRuntime
     from aionn.runtime.processes.devices import Device
-    from aionn.runtime.reports import EventStream
+    from aionn.runtime.record import EventStream
     from aionn.runtime.staging.stage import StagePolicy
 
 T = TypeVar("T")
@@ -202,9 +202,9 @@ class Runtime(AsyncOnly):
             ...     if isinstance(event, aionn.events.DriverEnded) and event.cause != "closed":
             ...         print(f"the driver of {event.device} ended: {event.cause}")
         """
-        from aionn.runtime.reports import EventStream
+        from aionn.runtime.record import EventStream
 
-        return EventStream(self._opened.session.reports.events)
+        return EventStream(self._opened.session.record)
 
     async def compile(
         self,
@@ -388,7 +388,7 @@ class Runtime(AsyncOnly):
         session = self._opened.session
         if not isinstance(compilation, Compilation) or (parts := parts_of(compilation)).session is not session:
             raise CallerError("swap takes a compilation of this runtime")
-        about = trace.about(model=parts.renewal.named.name)
+        about = trace.about(model=parts.renewal.record.name)
         deadline_ns = deadline_of(timeout_s)
         with about, trace.span("swap"), parts.compiled.use.hold(), ending_by(deadline_ns, "the new model was not swapped in"):
             await swap_model(parts.new_model(), model, timeout_s)

@@ -12,7 +12,7 @@ from asyncio import _get_running_loop  # as in `burst`
 
 from aionn.errors import CallerError
 from aionn.runtime.processes.devices import Devices
-from aionn.runtime.reports import Reports
+from aionn.runtime.record import Record
 from aionn.runtime.serving.compiled_model import CompiledModel
 from aionn.tasks import OwnedTasks, running_loop
 
@@ -24,19 +24,19 @@ class Session:
         loop: the event loop that the runtime was opened in. It is used in no other.
         tasks: the group that owns every task of the runtime.
         devices: every device that the runtime knows.
-        reports: what the runtime shows on the statistics page of this process, and as events.
+        record: what the runtime shows on the statistics page of this process, and as events.
         page: that page.
         models: the compiled models that live. A burst or a device memory that the app keeps may outlive its compilation, but not its model.
     """
 
-    __slots__ = ("_open", "_pid", "devices", "loop", "models", "page", "reports", "tasks")
+    __slots__ = ("_open", "_pid", "devices", "loop", "models", "page", "record", "tasks")
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, tasks: OwnedTasks, devices: Devices, reports: Reports) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, tasks: OwnedTasks, devices: Devices, record: Record) -> None:
         self.loop = loop
         self.tasks = tasks
         self.devices = devices
-        self.reports = reports
-        self.page = reports.page
+        self.record = record
+        self.page = record.page
         self.models: weakref.WeakSet[CompiledModel] = weakref.WeakSet()
         self._pid = os.getpid()
         self._open = True

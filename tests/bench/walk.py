@@ -24,7 +24,7 @@ import anyio
 import numpy as np
 
 import aionn
-from aionn.runtime import reports
+from aionn.runtime import record
 from aionn.testing import identity_model
 
 HOUSE = f"{Path(aionn.__file__).parent}/"
@@ -173,7 +173,7 @@ async def _turn(walk: Walk, runtime: aionn.Runtime, model: aionn.Model, path: Pa
 def main(argv: Sequence[str]) -> None:
     """Print what each step runs through. `--show STEP` lists its files, too."""
     walk = Walk()
-    vars(reports)["BEAT_S"] = 3600.0
+    vars(record)["BEAT_S"] = 3600.0
     walk.watch_threads()  # before aionn starts its threads
     asyncio.run(walked(walk))
     if "--json" in argv:

@@ -221,7 +221,7 @@ async def test_the_memory_of_a_burst_is_shown(runtime: aionn.Runtime, fake: Fake
     async with compilation.burst() as burst:
         await burst.compute(frame())
         shown = burst.statistics()
-        for call in runtime._opened.session.reports.each_beat:
+        for call in runtime._opened.session.record.each_beat:
             call()()  # type: ignore[misc]
         (slot,) = slots(Kind.BURST)
         assert slot.gauges == (shown["shared_bytes"], shown["free_frames"])

@@ -30,7 +30,7 @@ from aionn.events import (
     Event,
     StageChanged,
 )
-from aionn.runtime.reports import MOST_WAITING, Events, EventStream
+from aionn.runtime.record import MOST_WAITING, EventStream, Record
 from aionn.testing import FakeDevice, identity_model
 
 pytestmark = pytest.mark.anyio
@@ -75,7 +75,7 @@ async def first(stream: EventStream, kind: type[E]) -> E:
 
 
 async def test_a_stream_that_is_not_read_drops_its_oldest_events_and_counts_them() -> None:
-    hub = Events()
+    hub = Record(asyncio.get_running_loop(), "hub")
     slow, quick = EventStream(hub), EventStream(hub)
     for number in range(MOST_WAITING + 3):
         hub.publish(DriverStarted(device="d", pid=number, seconds=0.0))
@@ -89,7 +89,7 @@ async def test_a_stream_that_is_not_read_drops_its_oldest_events_and_counts_them
 
 
 async def test_two_readers_of_one_stream_both_end_with_it() -> None:
-    hub = Events()
+    hub = Record(asyncio.get_running_loop(), "hub")
     stream = EventStream(hub)
 
     async def read() -> list[Event]:

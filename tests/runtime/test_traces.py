@@ -225,7 +225,7 @@ async def test_a_driver_that_is_killed_leaves_its_records_and_a_file_that_holds(
                     fake.hang()
                     call = asyncio.create_task(burst.compute(X))
                     await fake.heard("run")
-                    runtime._opened._reports.drivers_end()  # or the driver might be killed before the first look at its rings
+                    runtime._opened._record.drivers_end()  # or the driver might be killed before the first look at its rings
                     pid = next(device.pid for device in runtime.devices if device.name == fake.name)
                     assert pid is not None
                     os.kill(pid, signal.SIGKILL)
@@ -251,7 +251,7 @@ async def test_what_a_recording_has_no_room_for_is_counted_and_shown(tmp_path: P
             with trace.record() as recording:
                 for _ in range(200):
                     await burst.compute(X)
-                runtime._opened._reports.drivers_end()
+                runtime._opened._record.drivers_end()
                 await burst.compute(X)
     assert recording.lost > 0
     recording.write_chrome(tmp_path / "t.json")
@@ -402,14 +402,14 @@ def test_python_spans_of_an_app_reach_a_tracer_outside(tmp_path: Path) -> None:
                     await anyio.sleep(collecting.LOOK_S)
                     collector.look()
 
-            runtime._opened._reports._tracer.beat()
+            runtime._opened._record._tracer.beat()
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(look)
                 await runtime.compile(model(), devices=("reference",), name="seen")
                 tasks.cancel_scope.cancel()
-            runtime._opened._reports._tracer.beat()
+            runtime._opened._record._tracer.beat()
             recording.pending.append(collector.close())
-            runtime._opened._reports._tracer.beat()
+            runtime._opened._record._tracer.beat()
             assert not trace.active
         return recording
 

@@ -10,7 +10,7 @@ from weakref import WeakSet
 from aionn.errors import CallerError, DeadlineError, DriverDiedError, DriverHungError, ExecutionError, MemoryAllocationError
 from aionn.pages.app_layout import DIED, HUNG, LATE, REFUSED, Kind
 from aionn.pages.app_page import BurstSlot
-from aionn.runtime.reports import Reports
+from aionn.runtime.record import Record
 
 _ENDS: tuple[tuple[type[BaseException] | tuple[type[BaseException], ...], int], ...] = (
     (DriverHungError, HUNG),
@@ -29,9 +29,9 @@ class Shown:
         counts: the slot.
     """
 
-    def __init__(self, reports: Reports, kind: Kind, compilation: BurstSlot, model: str, now: tuple[str, str], burst: str = "") -> None:
+    def __init__(self, record: Record, kind: Kind, compilation: BurstSlot, model: str, now: tuple[str, str], burst: str = "") -> None:
         """`kind`: BURST or SINGLE. `compilation`: the slot of its compilation. `model`: the compilation's name. `now`: device and stage."""
-        page, self._runtime = reports.page, reports.name
+        page, self._runtime = record.page, record.name
         self._page = page
         self._past = Kind.PAST_BURSTS if kind is Kind.BURST else Kind.PAST_SINGLES
         self._model, self._burst = page.named("model", model, self._runtime), page.named("burst", burst, self._runtime)

@@ -35,11 +35,10 @@ from aionn.runtime.executing.device_memory import DeviceMemory
 from aionn.runtime.executing.execution import Call, Executor
 from aionn.runtime.executing.frame_layout import Outputs
 from aionn.runtime.executing.values import execution_of
-from aionn.runtime.logs import about
 from aionn.runtime.preparing.partition import Partition
 from aionn.runtime.preparing.preparation import Found, prepare
 from aionn.runtime.preparing.renewal import Renewal
-from aionn.runtime.progress import Progress
+from aionn.runtime.record import Progress, about
 from aionn.runtime.serving.compiled_model import CompiledModel, NotNowError
 from aionn.runtime.serving.planned_execution import StepFailure
 from aionn.runtime.serving.planned_model import PlannedModel
@@ -123,7 +122,7 @@ class Fallback:
                 error.add_note(f"device {base.device!r} was tried, too, and failed: {second}")
                 return None
         trace.count("execution.fell_back", device=serving.device, to=base.device, reason=str(error))
-        words, name = "device %r failed to run model %r, and device %r computed in its place: %s", renewal.named.name
+        words, name = "device %r failed to run model %r, and device %r computed in its place: %s", renewal.record.name
         logger.warning(words, serving.device, name, base.device, str(error), extra=about(device=serving.device, model=name))
         if renewal.compiled.serving is serving:
             await self._wait_for(renewal, base, call.options.deadline_ns)
@@ -167,8 +166,8 @@ class Fallback:
                 self.close()
         except Exception:  # a defect here must not end the app's runtime
             self._hopeless.add(key)
-            extra = about(device=serving.device, model=renewal.named.name)
-            logger.exception("the fallback of device %r for model %r cannot be prepared", serving.device, renewal.named.name, extra=extra)
+            extra = about(device=serving.device, model=renewal.record.name)
+            logger.exception("the fallback of device %r for model %r cannot be prepared", serving.device, renewal.record.name, extra=extra)
         finally:
             self._busy = None
             over.set()
@@ -183,7 +182,7 @@ class Fallback:
                 await self._busy.wait()
 
     async def _take_over(self, renewal: Renewal, base: Serving, over: anyio.Event) -> None:
-        name = renewal.named.name
+        name = renewal.record.name
         try:
             with renewal.compiled.use.hold():
                 await _swap(renewal.compiled, base)
@@ -225,7 +224,7 @@ async def _prepared(renewal: Renewal, serving: Serving, failing: frozenset[int])
         try:
             if (await devices.get(name, request.options.priority)).type is not DeviceType.CPU:
                 continue
-            with Progress(renewal.reports, name) as progress:
+            with Progress(renewal.record, name) as progress:
                 if steps:
                     moved = [msgspec.structs.replace(one, device=name) if number in failing else one for number, one in enumerate(steps)]
                     found = await Partition(devices, request).prepare(moved)

@@ -40,12 +40,11 @@ from aionn.hal.options import decode_options
 from aionn.hal.trust import decode_keyring
 from aionn.hal.types import Priority
 from aionn.remote.device import RemoteDevice, RemotePreparedModel
-from aionn.runtime.logs import about
 from aionn.runtime.model import adopt as take_operands
 from aionn.runtime.preparing.compile_acts import Missed, bound, digested, refusal_from, refusal_of, wants_lanes
 from aionn.runtime.preparing.options import may_name_file
 from aionn.runtime.processes.devices import Devices
-from aionn.runtime.progress import ASKING_BACKEND, LOADING, current
+from aionn.runtime.record import ASKING_BACKEND, LOADING, about, current
 from aionn.tasks import in_time, run_in_thread, seconds_until
 
 logger = logging.getLogger("aionn.runtime")
@@ -97,7 +96,7 @@ async def offered_instead(missed: Missed, backend: CompileBackend, most_s: float
     found = await Adoption(missed.devices, store, remote, request.options, wanted, keyring).take(offered, missed.miss, request.model)
     if isinstance(found, Refusal):
         what = "device %r did not adopt the offered compilation of model %r, which is compiled here: %s"
-        logger.warning(what, remote.name, current.get().named.name, found, extra=about(device=remote.name, model=current.get().named.name))
+        logger.warning(what, remote.name, current.get().name, found, extra=about(device=remote.name, model=current.get().name))
         return NotTaken(f"the offered compilation was refused: {found}", found)
     return found
 
@@ -105,7 +104,7 @@ async def offered_instead(missed: Missed, backend: CompileBackend, most_s: float
 async def _answer(missed: Missed, backend: CompileBackend, digest: bytes, most_s: float) -> Offered | NotTaken:
     """Ask the backend. An error of the backend is logged, and never raised."""
     devices, remote = missed.devices, missed.remote
-    progress, name, waits = current.get(), current.get().named.name, True
+    progress, name, waits = current.get(), current.get().name, True
 
     def report(words: str) -> None:
         if waits:

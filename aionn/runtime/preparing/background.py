@@ -61,7 +61,7 @@ from aionn.runtime.preparing.compile_acts import (
 from aionn.runtime.preparing.partition import prepare_on
 from aionn.runtime.preparing.worker import LocalWorker, UnsavedError
 from aionn.runtime.processes.devices import Devices
-from aionn.runtime.progress import LOADING, LOOKING, current
+from aionn.runtime.record import LOADING, LOOKING, current
 from aionn.runtime.serving.planned_model import Prepared
 
 _REFUSALS = 2
@@ -321,7 +321,7 @@ class _Making:
     @contextmanager
     def _loading(self) -> Iterator[None]:
         current.get().enter(self._name, LOADING)
-        with trace.span("stage.load", device=self._name, model=current.get().named.name):
+        with trace.span("stage.load", device=self._name, model=current.get().name):
             yield
 
     def _not_kept(self, missed: Missed, failure: Refusal | None) -> None:

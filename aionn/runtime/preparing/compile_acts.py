@@ -40,10 +40,9 @@ from aionn.hal.interfaces import CacheHandles, PrepareOptions
 from aionn.hal.model import OPAQUE, Model, Operation, known_token
 from aionn.hal.types import MAX_CACHE_FILES, NO_LANES
 from aionn.remote.device import RemoteDevice, RemotePreparedModel
-from aionn.runtime.logs import about
 from aionn.runtime.model import Source, adopt, is_read, source_of
 from aionn.runtime.processes.devices import Devices
-from aionn.runtime.progress import ASKING, COMPILING, LOADING, READING, CompilationReports, current
+from aionn.runtime.record import ASKING, COMPILING, LOADING, READING, CompilationRecord, about, current
 from aionn.tasks import in_time, seconds_until
 
 
@@ -68,7 +67,7 @@ class CompileRequest(msgspec.Struct, frozen=True):
     Attributes:
         model: what is compiled, or one step of it.
         options: how to prepare the model, and until when.
-        reports: how the compilation is shown.
+        record: how the compilation is shown.
         candidates: names of the devices that may be used, best first, or None for every installed one. For mode "staged" the stages.
         cache: where the compilation is kept, or None.
         idle_s: after so long without use, the driver's memory is given back. None: never.
@@ -77,7 +76,7 @@ class CompileRequest(msgspec.Struct, frozen=True):
 
     model: Model
     options: PrepareOptions
-    reports: CompilationReports
+    record: CompilationRecord
     candidates: Sequence[str] | None = None
     cache: CacheChoice | None = None
     idle_s: float | None = None
@@ -105,7 +104,7 @@ class CompileRequest(msgspec.Struct, frozen=True):
         """Return the sentence for an app that requires the cache, which does not keep the compilation. Returns an empty text for others."""
         if self.cache is None or not self.cache.required:
             return ""
-        kept = f"cache_required: cache {self.cache.store.path} cannot keep compilation {self.reports.named.name!r} ({refusal})"
+        kept = f"cache_required: cache {self.cache.store.path} cannot keep compilation {self.record.name!r} ({refusal})"
         return f"{kept}; mend that, give another cache_dir, or leave cache_required out"
 
 
@@ -265,7 +264,7 @@ async def load(remote: RemoteDevice, request: CompileRequest, hit: Hit) -> Remot
     if most_s is not None and hit.outcome.saved_s <= most_s:
         request = request.ending_in(most_s)
     current.get().enter(remote.name, LOADING)
-    with trace.span("prepare.from_cache", device=remote.name, model=current.get().named.name):
+    with trace.span("prepare.from_cache", device=remote.name, model=current.get().name):
         return await load_files(remote, request, hit)
 
 
@@ -338,7 +337,7 @@ async def compile_model(devices: Devices, remote: RemoteDevice, request: Compile
     await read(devices, model, remote.name)
     await check_supported(remote, model, options)
     current.get().enter(remote.name, COMPILING)
-    with trace.span("prepare", device=remote.name, model=current.get().named.name):
+    with trace.span("prepare", device=remote.name, model=current.get().name):
         prepared = await remote.prepare_model(model, options)
     try:
         if source is not None:
@@ -367,7 +366,7 @@ async def compile_and_publish(missed: Missed) -> tuple[RemotePreparedModel, Cach
         raise
     current.get().enter(remote.name, COMPILING, publisher.last_compile_s)
     began_ns = time.monotonic_ns()
-    with trace.span("prepare", device=remote.name, model=current.get().named.name):
+    with trace.span("prepare", device=remote.name, model=current.get().name):
         prepared = await remote.prepare_model(model, options, bound(publisher.handles, model.token))
     took_ns = time.monotonic_ns() - began_ns
     if prepared.save_outcome not in ("saved", "declined"):
@@ -483,4 +482,4 @@ def log_refusal(store: CacheStore, remote: RemoteDevice, refusal: Refusal, error
         store.warn(Refusal(refusal.reason, f"the records that vouch for it are lost: {refusal.detail}; {way_out}"))
         return
     what = "device %r did not take the cached compilation of model %r, which is compiled again: %s"
-    logger.warning(what, remote.name, current.get().named.name, refusal, extra=about(device=remote.name, model=current.get().named.name))
+    logger.warning(what, remote.name, current.get().name, refusal, extra=about(device=remote.name, model=current.get().name))

@@ -22,14 +22,13 @@ from aionn.hal.model import Model, known_token
 from aionn.hal.types import Operand
 from aionn.hal.values import outside_frames
 from aionn.remote.device import RemotePreparedModel
-from aionn.runtime.logs import about
 from aionn.runtime.model import adopt
 from aionn.runtime.preparing.compile_acts import CompileRequest, UnsupportedOperationError, digested, read, supported_by
 from aionn.runtime.preparing.kept_plan import KeptPlan, decoded, encoded, scope_of
 from aionn.runtime.preparing.preparation import Found, prepare
 from aionn.runtime.preparing.step_model import OtherModelError, Parts, StepModel
 from aionn.runtime.processes.devices import Devices
-from aionn.runtime.progress import current
+from aionn.runtime.record import about, current
 from aionn.runtime.serving.planned_model import PlannedModel, PlannedStep, Prepared
 from aionn.tasks import in_time, ungrouped
 
@@ -81,7 +80,7 @@ class Partition:
             return await self.prepare(plan.steps, plan)
         except (OtherModelError, CompilationError) as error:  # of the plan's fault, or the same comes of the plan that is made now
             words = "the plan that the cache keeps for model %r is not used, and the model is cut again: %s"
-            logger.warning(words, current.get().named.name, str(error), extra=about(model=current.get().named.name))
+            logger.warning(words, current.get().name, str(error), extra=about(model=current.get().name))
             trace.count("plan.refused", reason=str(error))
             return None
 
@@ -116,7 +115,7 @@ class Partition:
             )
         names = "+".join(dict.fromkeys(step.device for step in steps))
         words = "model %r is cut into %d steps over the devices %s"
-        logger.info(words, current.get().named.name, len(steps), names, extra=about(model=current.get().named.name))
+        logger.info(words, current.get().name, len(steps), names, extra=about(model=current.get().name))
         trace.count("plan.cut", steps=len(steps), devices="+".join(self.capable))
         found = await self.prepare(steps)
         try:
@@ -278,8 +277,8 @@ async def prepare_on(devices: Devices, names: Sequence[str], request: CompileReq
         try:
             versions[name] = (await devices.get(name, request.options.priority)).version
         except DeviceUnavailableError as error:
-            extra = about(device=name, model=current.get().named.name)
-            logger.warning("device %r is passed over for model %r: %s", name, current.get().named.name, error, extra=extra)
+            extra = about(device=name, model=current.get().name)
+            logger.warning("device %r is passed over for model %r: %s", name, current.get().name, error, extra=extra)
     versions[names[0]] += "; first"
     found = await partition.kept(versions)
     if found is None:

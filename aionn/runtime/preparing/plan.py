@@ -23,12 +23,11 @@ from aionn.errors import (
     DriverHungError,
     MemoryAllocationError,
 )
-from aionn.runtime.logs import about
 from aionn.runtime.model import is_read
 from aionn.runtime.preparing.compile_acts import CompileRequest, UnsupportedOperationError, node_of, wants_lanes
 from aionn.runtime.preparing.preparation import Found, prepare
 from aionn.runtime.processes.devices import Devices
-from aionn.runtime.progress import current
+from aionn.runtime.record import about, current
 
 if TYPE_CHECKING:
     from aionn.runtime.preparing.partition import Partition
@@ -141,7 +140,7 @@ class _Search:
             return False
         if isinstance(error, DeviceUnavailableError):
             self._unavailable[name] = error
-            logger.warning("device %r is passed over for model %r: %s", name, current.get().named.name, error, extra=self._about(name))
+            logger.warning("device %r is passed over for model %r: %s", name, current.get().name, error, extra=self._about(name))
             trace.count("plan.device_unavailable", device=name)
             return True
         if not is_read(self._model) and not wants_lanes(error):
@@ -149,12 +148,12 @@ class _Search:
         self._failures.append(error)
         # The text alone: a log record with the error would keep its traceback, and with the traceback the model.
         words = "device %r failed to prepare %s %r and is passed over: %s"
-        logger.warning(words, name, what, current.get().named.name, str(error), extra=self._about(name))
+        logger.warning(words, name, what, current.get().name, str(error), extra=self._about(name))
         trace.count("plan.device_failed", device=name, error=type(error).__name__)
         return True
 
     def _about(self, device: str = "") -> dict[str, str]:
-        return about(device=device, model=current.get().named.name)
+        return about(device=device, model=current.get().name)
 
     async def _versions(self) -> dict[str, str]:
         """Return the versions of the candidates that are there. Their drivers are started."""
@@ -181,7 +180,7 @@ class _Search:
             if self._named or self._devices.closed:
                 raise
             words = "the plan that the cache keeps for model %r is not used: %s"
-            logger.warning(words, current.get().named.name, str(error), extra=self._about())
+            logger.warning(words, current.get().name, str(error), extra=self._about())
             return None
 
     async def _cut(self) -> Found:

@@ -39,7 +39,7 @@ from aionn.runtime.preparing.compile_acts import (
     why_not_cached,
 )
 from aionn.runtime.processes.devices import Devices
-from aionn.runtime.progress import LOOKING, current
+from aionn.runtime.record import LOOKING, current
 
 if TYPE_CHECKING:
     from aionn.runtime.serving.planned_model import Prepared

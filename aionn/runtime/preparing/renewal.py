@@ -41,7 +41,7 @@ from aionn.runtime.preparing.compile_acts import CompileRequest
 from aionn.runtime.preparing.idling import Idling
 from aionn.runtime.preparing.plan import prepare_on_best
 from aionn.runtime.preparing.preparation import Found, check_kept
-from aionn.runtime.progress import Cause, Progress
+from aionn.runtime.record import Cause, Progress
 from aionn.runtime.serving.compiled_model import CompiledModel
 from aionn.runtime.serving.serving import Serving
 from aionn.runtime.session import Session
@@ -58,7 +58,7 @@ class Renewal:
         compiled: what serves.
         request: what was asked for. Its model and its cache change when the app swaps in another model.
         outcomes: one per step of the plan, of the last preparation.
-        named: how the compilation is shown. reports: what it shows.
+        record: how the compilation is shown.
         preparation: the preparation that is under way, unless it is the first one in `Runtime.compile`.
         disproved: gives the names of outputs that came out in another shape than the model declares.
     """
@@ -67,8 +67,7 @@ class Renewal:
         """`first`: what was prepared already, or None to prepare it at the first use."""
         self.session = session
         self.request = request
-        self.reports = request.reports
-        self.named = request.reports.named
+        self.record = request.record
         self.compiled = CompiledModel(session.tasks)
         session.models.add(self.compiled)
         self.outcomes: tuple[CacheOutcome, ...] = ()
@@ -174,9 +173,9 @@ class Renewal:
                 if isinstance(ended_by, DriverDiedError | DriverHungError):
                     compiled.failed(dead, ended_by)
             with (
-                trace.about(model=self.named.name),
+                trace.about(model=self.record.name),
                 trace.span(name, device=self.device),
-                Progress(self.reports, self.device, cause=_cause(dead)) as self.preparation,
+                Progress(self.record, self.device, cause=_cause(dead)) as self.preparation,
             ):
                 stage, (prepared, self.outcomes) = await self._preparation()
                 self.preparation.outcomes = self.outcomes

@@ -26,7 +26,7 @@ from aionn.remote.device import RemoteDevice
 from aionn.runtime.preparing.compile_acts import bound, check_supported, read
 from aionn.runtime.processes.devices import Devices, introduced
 from aionn.runtime.processes.process import DriverProcess
-from aionn.runtime.progress import COMPILING, STARTING, current
+from aionn.runtime.record import COMPILING, STARTING, current
 from aionn.tasks import bounded_shield
 
 logger = logging.getLogger("aionn.runtime")
@@ -71,7 +71,7 @@ class LocalWorker:
         began_ns = time.monotonic_ns()
         offered = _anonymous(request.files) if self._targets is None else _duplicates(self._targets)
         try:
-            with trace.span("stage.compile", device=request.device, model=current.get().named.name):
+            with trace.span("stage.compile", device=request.device, model=current.get().name):
                 outcome = await self._saved(request, offered)
             if outcome == "saved":
                 offered.compile_ns = time.monotonic_ns() - began_ns

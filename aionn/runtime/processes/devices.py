@@ -26,14 +26,12 @@ from aionn.hal.types import CacheFiles, DeviceType, Priority
 from aionn.pages.layout import Activity
 from aionn.remote.device import RemoteDevice
 from aionn.runtime.health import DeviceHealth
-from aionn.runtime.logs import about
 from aionn.runtime.processes.early import EARLY_S
 from aionn.runtime.processes.process import DriverProcess, end_processes
 from aionn.runtime.processes.restarts import Restarts
 from aionn.runtime.processes.spawning import USUAL, WHEN_IDLE, Settings, Spawned
 from aionn.runtime.processes.template import end_unused, leave_template, use_template
-from aionn.runtime.progress import STARTING, current
-from aionn.runtime.reports import DriverReports, Reports
+from aionn.runtime.record import STARTING, DriverRecord, Record, about, current
 from aionn.sandbox.report import Confinement
 from aionn.tasks import Tasks, ThreadWork
 
@@ -230,15 +228,15 @@ class Devices:
         disk: threads that digest and read models, and the callers that wait for them.
         homes: where the installed engines are.
         check_use: raises a `CallerError` where the app may not use the runtime. `Runtime.open` sets it.
-        reports: what the runtime shows of itself, or None without a runtime.
+        record: what the runtime shows of itself, or None without a runtime.
         settings: of all driver processes.
         backend: where a miss asks for an artifact before it compiles, or None.
     """
 
-    def __init__(self, tasks: Tasks, settings: Settings = Settings(), reports: Reports | None = None) -> None:  # noqa: B008 -- frozen
+    def __init__(self, tasks: Tasks, settings: Settings = Settings(), record: Record | None = None) -> None:  # noqa: B008 -- frozen
         self.tasks = tasks
         self.disk = ThreadWork()
-        self.reports = reports
+        self.record = record
         self.backend: CompileBackend | None = None
         self.check_use: Callable[[], None] = self.check_open
         self.settings = settings
@@ -375,8 +373,8 @@ class Devices:
     def _started(self, device: Device, spawned: Spawned | None = None) -> DriverProcess:
         schedule = WHEN_IDLE if device.low_priority is None else USUAL
         home = self.homes.home(device.name)
-        reports = None if self.reports is None else DriverReports(self.reports, device.name, device.low_priority is None)
-        process = device._process = DriverProcess(device.name, self.tasks, schedule, home, self.settings, spawned, reports)
+        record = None if self.record is None else DriverRecord(self.record, device.name, device.low_priority is None)
+        process = device._process = DriverProcess(device.name, self.tasks, schedule, home, self.settings, spawned, record)
         device._starts += 1
         return process
 

@@ -21,8 +21,8 @@ from typing import Any
 
 import anyio
 
-from aionn import trace
 from aionn.errors import AionnError, CallerError, DeviceUnavailableError, DriverDiedError, DriverHungError, again
+from aionn.events import DriverEnded, DriverHung, DriverStarted
 from aionn.hal.types import DeviceType
 from aionn.pages.app_page import traced_until_ns
 from aionn.pages.layout import Activity, LayoutError
@@ -33,13 +33,12 @@ from aionn.remote.connection import Connection
 from aionn.remote.control import PROTOCOL, STACKS_SIGNAL, ControlError, Ready, Refused
 from aionn.remote.device import RemoteDevice
 from aionn.remote.failures import error_of
-from aionn.runtime.logs import about
 from aionn.runtime.processes.child import Child
 from aionn.runtime.processes.liveness import Hang, Judge, waiting_cpu_ns, watch, watch_start
 from aionn.runtime.processes.restarts import Life
 from aionn.runtime.processes.spawning import DEFAULT_HANG_S, GRACE_S, KILL_S, USUAL, WHEN_IDLE, Settings, Spawned
 from aionn.runtime.processes.template import ABORT_S
-from aionn.runtime.reports import DriverReports
+from aionn.runtime.record import DriverRecord, about
 from aionn.tasks import Tasks, bounded_shield
 
 logger = logging.getLogger("aionn.driver")
@@ -69,7 +68,7 @@ class DriverProcess:
         home: str = "",
         settings: Settings = Settings(),  # noqa: B008 -- frozen
         spawned: Spawned | None = None,
-        reports: DriverReports | None = None,
+        record: DriverRecord | None = None,
     ) -> None:
         """Start the process, without waiting for its greeting (`ready`).
 
@@ -78,7 +77,7 @@ class DriverProcess:
             home: "package.module:Class" of an installed engine, so that the driver need not look for the class again.
             settings: of the runtime.
             spawned: the process, if it was started already. It is taken over.
-            reports: what shows the process, or None.
+            record: what shows the process. None: it is a worker in the background.
         """
         spawned = spawned or Spawned(name, home, schedule, settings)
         self.name = name
@@ -92,11 +91,10 @@ class DriverProcess:
         self._when_idle = schedule == WHEN_IDLE
         self._remote: RemoteDevice | None = None
         self._page: PageReader | None = None
-        self.life = Life(spawned.started_ns, reports=reports)
+        self.life = Life(spawned.started_ns, record or DriverRecord(None, name))
         pidfd, ours, output = spawned.take_over()
         self._child = Child(spawned.pid, pidfd, output, self._exited, spawned.exports)
-        if reports is not None:
-            reports.spawned(spawned.pid)
+        self.life.record.spawned(spawned.pid)
         self._calls: asyncio.Queue[tuple[int, HalCall[Any], Descriptors] | None] = asyncio.Queue()
         tasks.start_soon(self._answer_calls, name=f"answers to {name}")
         tasks.start_soon(self._watch, settings, name=f"watch over {name}")
@@ -182,10 +180,9 @@ class DriverProcess:
             self._page.trace_until(traced_until_ns())
             self._remote = RemoteDevice(self.connection, greeting, self.name)
             self._started.set()
-            now_ns = time.monotonic_ns()
-            trace.span_at("driver.start", self.life.started_ns, now_ns, device=self.name, pid=self.pid)
-            if self.life.reports is not None:
-                self.life.reports.greeted(self.pid, (now_ns - self.life.started_ns) / 1e9, greeting.type.name.lower(), self._remote.version)
+            self.life.record.greeted(greeting.type.name.lower(), self._remote.version)
+            took_s = (time.monotonic_ns() - self.life.started_ns) / 1e9
+            self.life.record.publish(DriverStarted(device=self.name, pid=self.pid, seconds=took_s))
 
     # --- while it runs -----------------------------------------------------------------------------------------------
 
@@ -218,9 +215,8 @@ class DriverProcess:
             words = "the driver process of device %r, with the models %s, hangs: it %s (%s). Its stacks:\n%s"
             models, extra = _models_of(self._remote), about(device=self.name)
             logger.warning(words, self.name, models, hang.why, outcome, stack or "(none)", extra=extra)
-            trace.count("driver.hung", device=self.name)
-            if self.life.reports is not None:
-                self.life.reports.hung(self.pid, hang.waited_s, stack, hang_s is not None)
+            killed = hang_s is not None
+            self.life.record.publish(DriverHung(device=self.name, pid=self.pid, seconds=hang.waited_s, stack=stack, killed=killed))
             if hang_s is not None:
                 self.kill(DriverHungError(self.name, hang.waited_s, stack))
 
@@ -277,7 +273,6 @@ class DriverProcess:
         self._start_failed(error)
         self.connection.end(error)
         self._over()
-        trace.count("driver.ended", device=self.name, exit_code=self.life.exit_code)
 
     def _over(self) -> None:
         self._calls.put_nowait(None)
@@ -287,8 +282,7 @@ class DriverProcess:
         if page is not None:
             self.life.worked = page.read().finished > 0
             page.close()
-        if self.life.reports is not None:
-            self.life.reports.ended(self.pid, self.life.cause, self.life.exit_code)
+        self.life.record.publish(DriverEnded(device=self.name, pid=self.pid, cause=self.life.cause, exit_code=self.life.exit_code))
 
     def _death(self) -> DriverDiedError:
         why = ""

@@ -11,9 +11,8 @@ import time
 import anyio
 import msgspec
 
-from aionn.runtime.logs import about
 from aionn.runtime.processes.liveness import Hang
-from aionn.runtime.reports import DriverReports
+from aionn.runtime.record import DriverRecord, about
 
 logger = logging.getLogger("aionn.driver")
 
@@ -32,16 +31,16 @@ class Life(msgspec.Struct):
         worked: whether the driver had finished an execution.
         exit_code: of the process, or minus the signal that ended it. None while it is not known.
         cause: why it ended, as of `aionn.events.DriverEnded`. It counts once the process has ended.
-        reports: what shows the process, or None for a worker in the background.
+        record: what shows the process.
         hang: why the driver counts as hung now, or None.
     """
 
     started_ns: int
+    record: DriverRecord
     ended_ns: int = 0
     worked: bool = False
     exit_code: int | None = None
     cause: str = "closed"
-    reports: DriverReports | None = None
     hang: Hang | None = None
 
 

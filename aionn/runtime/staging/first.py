@@ -8,19 +8,17 @@ from functools import partial
 
 import anyio
 
-from aionn import trace
 from aionn.caching import CacheOutcomeKind
 from aionn.caching.store import Hit
 from aionn.engines.processor import run_threads
 from aionn.errors import AionnError, CompilationError, DriverDiedError, DriverHungError
-from aionn.runtime.logs import about
 from aionn.runtime.preparing.compile_acts import CompileRequest, load, wanted_of
 from aionn.runtime.preparing.partition import prepare_on
 from aionn.runtime.preparing.preparation import Found
 from aionn.runtime.preparing.renewal import stage_devices
 from aionn.runtime.preparing.worker import version_of
 from aionn.runtime.processes.devices import Devices
-from aionn.runtime.progress import LOOKING, CompilationReports, current
+from aionn.runtime.record import LOOKING, CompilationRecord, about, current
 from aionn.runtime.staging import verdicts
 from aionn.runtime.staging.stage import Stage, StagePolicy, enter_state, reported_stage
 from aionn.tasks import in_time, ungrouped
@@ -31,9 +29,9 @@ _STORED_SHARE = 0.5
 """The share of the time that is left which the search for stored stages may take, before the first stage is prepared."""
 
 
-def stages_of(names: Sequence[str], reports: CompilationReports) -> list[Stage]:
+def stages_of(names: Sequence[str], record: CompilationRecord) -> list[Stage]:
     """Return the stages of those names, which wait."""
-    return [reported_stage(name, reports.stage_entered) for name in names]
+    return [reported_stage(name, record.stage_entered) for name in names]
 
 
 async def prepare_first(devices: Devices, stages: Sequence[Stage], request: CompileRequest, policy: StagePolicy) -> Found:
@@ -62,11 +60,10 @@ async def prepare_first(devices: Devices, stages: Sequence[Stage], request: Comp
             found = await prepare_on(devices, stage_devices(stage.name, names), request)
         except (CompilationError, DriverDiedError, DriverHungError) as error:
             enter_state(stage, "rejected", str(error))
-            trace.count("stage.rejected", stage=stage.name, reason=str(error))
             if stage is stages[-1]:
                 raise
-            extra = about(model=current.get().named.name, stage=stage.name)
-            logger.warning("stage %r of model %r cannot serve first: %s", stage.name, current.get().named.name, error, extra=extra)
+            extra = about(model=current.get().name, stage=stage.name)
+            logger.warning("stage %r of model %r cannot serve first: %s", stage.name, current.get().name, error, extra=extra)
             continue
         stage.made_by = "cache" if all(outcome.kind is CacheOutcomeKind.HIT for outcome in found[1]) else "driver"
         enter_state(stage, "serving")
@@ -114,7 +111,7 @@ async def _stored(devices: Devices, name: str, bases: Sequence[str], request: Co
                 attempt.outcome = stored.outcome
             return loaded, (stored.outcome,)
     except AionnError as error:
-        model_name = request.reports.named.name
+        model_name = request.record.name
         words = "stage %r of model %r is stored and cannot serve from the start: %s"
         logger.info(words, name, model_name, error, extra=about(model=model_name, stage=name))
         return None

@@ -8,7 +8,7 @@ from functools import partial
 from aionn.errors import AionnError, StageRejected
 from aionn.runtime.preparing import background
 from aionn.runtime.preparing.renewal import stage_devices
-from aionn.runtime.progress import Progress
+from aionn.runtime.record import Progress
 from aionn.runtime.serving.compiled_model import NotNowError
 from aionn.runtime.serving.serving import Serving
 from aionn.runtime.staging import verdicts
@@ -60,7 +60,7 @@ class StageMaker:
             raise StageRejected(stage.name, f"as an earlier comparison found: {reason}")
         enter_state(stage, "compiling")
         effort = background.Effort(policy.threads, policy.timeout_s, policy.backend, partial(compiles_here, stage))
-        with Progress(target.request.reports, stage.name, partial(enter_step, stage)):
+        with Progress(target.request.record, stage.name, partial(enter_step, stage)):
             made = await background.make(target.devices, stage_devices(stage.name, target.stages), target.request, effort)
         stage.made_by, stage.not_kept = made.by, made.not_kept
         made.prepared.remember(target.request.model)
@@ -122,7 +122,7 @@ class StageMaker:
         for attempt in range(SWAP_TRIES):
             try:
                 held_ns = await self._target.compiled.swap(better)
-                return self._target.request.reports.stage_swapped(better.stage, held_ns)
+                return self._target.request.record.stage_swapped(better.stage, held_ns)
             except NotNowError as not_now:
                 if attempt == SWAP_TRIES - 1:
                     raise StageRejected(better.stage, f"{not_now}, at each of {SWAP_TRIES} attempts") from not_now

@@ -15,7 +15,7 @@ import numpy as np
 
 from aionn import trace
 from aionn.errors import CallerError
-from aionn.runtime.progress import LOADING
+from aionn.runtime.record import LOADING
 from aionn.runtime.staging.comparing import Comparison, Tolerance
 from aionn.tasks import checked_count
 
@@ -124,13 +124,12 @@ def reported_stage(name: str, entered: Callable[[str, str, str], None]) -> Stage
 
 
 def enter_state(stage: Stage, state: State, reason: str = "") -> None:
-    """Move a stage to a state. The trace has a span for the state before, and a count for the new one."""
+    """Move a stage to a state. The trace has a span for the state before."""
     now_ns = time.monotonic_ns()
     if state != stage.state:
         stage.times_s[stage.state] = stage.times_s.get(stage.state, 0.0) + (now_ns - stage._since_ns) / 1e9
         trace.span_at(f"stage.{stage.state}", stage._since_ns, now_ns, stage=stage.name)
         stage._since_ns = now_ns
-        trace.count("stage.entered", stage=stage.name, state=state)
         if stage._entered is not None:
             stage._entered(stage.name, state, reason)
     stage.state, stage.reason, stage.step = state, reason, ""

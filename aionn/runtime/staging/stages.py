@@ -27,10 +27,9 @@ import anyio
 
 from aionn import trace
 from aionn.errors import AionnError, CallerError, DeadlineError, StageRejected
-from aionn.runtime.logs import about
 from aionn.runtime.preparing.partition import prepare_on
 from aionn.runtime.preparing.renewal import stage_devices
-from aionn.runtime.progress import CompilationReports, Progress
+from aionn.runtime.record import CompilationRecord, Progress, about
 from aionn.runtime.serving.planned_model import Prepared
 from aionn.runtime.serving.serving import Serving, Use
 from aionn.runtime.staging.making import StageMaker
@@ -203,7 +202,6 @@ class Staging:
 
     def _reject(self, stage: Stage, reason: str, level: int = logging.WARNING) -> None:
         enter_state(stage, "rejected", reason)
-        trace.count("stage.rejected", stage=stage.name, reason=reason)
         if not self._target.compiled.closed and not self._target.devices.closed:
             words = "stage %r of model %r was not swapped in: %s"
             logger.log(level, words, stage.name, self._model, reason, extra=self._about(stage.name))
@@ -239,7 +237,7 @@ class Staging:
 
     @property
     def _model(self) -> str:
-        return self._target.request.reports.named.name
+        return self._target.request.record.name
 
     def _about(self, stage: str) -> dict[str, str]:
         return about(model=self._model, stage=stage)
@@ -254,7 +252,7 @@ class Staging:
     async def _prepare_again(self, name: str) -> Prepared:
         target = self._target
         names = stage_devices(name, [stage.name for stage in self.stages])
-        with Progress(target.request.reports, name) as progress:
+        with Progress(target.request.record, name) as progress:
             prepared, progress.outcomes = await prepare_on(target.devices, names, target.request)
             return prepared
 
@@ -262,18 +260,17 @@ class Staging:
         enter_state(self.stage(bad.stage), "rejected", reason)
         enter_state(self.stage(base.stage), "serving")
         if held_ns:
-            self._target.request.reports.stage_swapped(base.stage, held_ns)
-        trace.count("stage.rejected", stage=bad.stage, reason=reason)
+            self._target.request.record.stage_swapped(base.stage, held_ns)
         words = "stage %r of model %r no longer serves, and stage %r serves again: %s"
         logger.warning(words, bad.stage, self._model, base.stage, reason, extra=self._about(bad.stage))
         self._verdicts.remember_failure(bad, base, reason)
 
 
-def stages_after(staging: Staging, serving: Serving | None, reports: CompilationReports) -> list[Stage]:
+def stages_after(staging: Staging, serving: Serving | None, record: CompilationRecord) -> list[Stage]:
     """Return new stages in place of those of a staging that is over. `serving` is what serves now."""
     names = [stage.name for stage in staging.stages]
     now = names[-1] if serving is None else serving.stage
-    stages = [reported_stage(name, reports.stage_entered) for name in names]
+    stages = [reported_stage(name, record.stage_entered) for name in names]
     for stage in stages:
         if stage.name == now:
             enter_state(stage, "serving")

@@ -22,7 +22,7 @@ from aionn.hal.model import Model
 from aionn.runtime.preparing import background
 from aionn.runtime.preparing.compile_acts import CacheChoice, digested, read
 from aionn.runtime.preparing.renewal import Renewal
-from aionn.runtime.progress import Progress
+from aionn.runtime.record import Progress
 from aionn.runtime.serving.compiled_model import CompiledModel, NotNowError
 from aionn.runtime.serving.serving import Serving
 from aionn.runtime.staging.measuring import RUN_TIMEOUT_S, Inputs, Run
@@ -70,7 +70,7 @@ async def swap_model(target: NewModel, model: Model, timeout_s: float | None) ->
     policy = StagePolicy() if staging is None else staging.policy
     request = renewal.request.of(model, None if cache is None else CacheChoice(cache.store, model.token)).without_deadline()
     last = target.last_inputs()  # before the compile, during which later executions may use the frames
-    with _sampled(compiled, renewal.model) as samples, Progress(renewal.reports, serving.device):
+    with _sampled(compiled, renewal.model) as samples, Progress(renewal.record, serving.device):
         effort = background.Effort(policy.threads, math.inf if timeout_s is None else timeout_s, policy.backend)
         made = await background.make(renewal.session.devices, renewal.devices_of(serving), request, effort)
         made.prepared.remember(model)
@@ -93,7 +93,7 @@ async def swap_model(target: NewModel, model: Model, timeout_s: float | None) ->
         raise
     finally:
         if staging is not None and staging.over:
-            target.begin_stages(stages_after(staging, compiled.serving, renewal.reports), policy)
+            target.begin_stages(stages_after(staging, compiled.serving, renewal.record), policy)
 
 
 @contextmanager

@@ -27,7 +27,7 @@ from aionn import trace
 from aionn.errors import AionnError, OutputInsufficientSizeError
 from aionn.hal.types import ErrorStatus
 from aionn.runtime.executing.frame_layout import as_array
-from aionn.runtime.logs import about
+from aionn.runtime.record import about
 from aionn.runtime.serving.compiled_model import CompiledModel, NotNowError
 from aionn.runtime.serving.planned_model import Prepared
 from aionn.runtime.serving.serving import Serving

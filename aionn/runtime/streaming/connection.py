@@ -259,7 +259,7 @@ class BurstConnection:
 
 def trace_of(connection: BurstConnection) -> dict[str, Any]:
     """Return what a trace says of a burst."""
-    return {"model": connection._renewal.named.name, "burst": connection._options.name}
+    return {"model": connection._renewal.record.name, "burst": connection._options.name}
 
 
 class Connections:
@@ -278,11 +278,11 @@ class Connections:
         self.renewal = renewal
         self._fallback = fallback
         self.arguments = arguments
-        self._slot = renewal.session.page.slot(Kind.COMPILATION, renewal.named.name, parent=renewal.session.reports.slot)
+        self._slot = renewal.session.page.slot(Kind.COMPILATION, renewal.record.name, parent=renewal.session.record.slot)
         self._bursts: list[tuple[str, BurstSlot, weakref.ref[BurstConnection]]] = []
         self._seen: dict[int, tuple[int, int]] = {}
         self._beats = 0
-        renewal.session.reports.each_beat.append(weakref.WeakMethod(self._beat))
+        renewal.session.record.each_beat.append(weakref.WeakMethod(self._beat))
 
     def __iter__(self) -> Iterator[BurstConnection]:
         return iter([connection for _, _, found in self._bursts if (connection := found()) is not None])
@@ -315,8 +315,8 @@ class Connections:
             frames[name] += max(0, now[0] - before[0]) + max(0, now[1] - before[1])
         for name in dropped:
             if dropped[name]:
-                event = DropsSummary(compilation=self.renewal.named.name, burst=name, dropped=dropped[name], frames=frames[name])
-                self.renewal.reports.publish(event)
+                event = DropsSummary(compilation=self.renewal.record.name, burst=name, dropped=dropped[name], frames=frames[name])
+                self.renewal.record.publish(event)
         gone = [one for one in self._bursts if one[2]() is None]
         for one in gone:
             self._bursts.remove(one)
@@ -332,7 +332,7 @@ class Connections:
         renewal = self.renewal
         serving, device = renewal.compiled.serving, renewal.device
         now = device, device if serving is None else serving.stage
-        shown = Shown(renewal.session.reports, kind, self._slot, renewal.named.name, now, burst)
+        shown = Shown(renewal.session.record, kind, self._slot, renewal.record.name, now, burst)
         return Executor(self.arguments, Frames(in_flight), renewal.compiled, shown.counts, fallback=self._fallback, shown=shown)
 
     def new(self, depth: int, anticipate: bool = False, name: str | None = None) -> BurstConnection:

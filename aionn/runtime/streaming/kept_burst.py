@@ -106,7 +106,7 @@ class KeptBurst:
             self._leave()
 
     async def _traced(self, call: Coroutine[Any, Any, Outputs]) -> Outputs:
-        with trace.span("compute", device=self._renewal.device, model=self._renewal.named.name):
+        with trace.span("compute", device=self._renewal.device, model=self._renewal.record.name):
             return await call
 
     async def _without_packets(self, call: Call) -> Outputs:
@@ -189,7 +189,7 @@ class KeptBurst:
             return
         self.last_inputs = connection.executor.frames.last_inputs()
         self._end()
-        trace.count("compute.idle", model=self._renewal.named.name)
+        trace.count("compute.idle", model=self._renewal.record.name)
 
     async def aclose(self) -> None:
         """Close for good. Calls that wait end with `CallerError`. Those under way are given `CLOSE_S` to be answered."""
