@@ -5,11 +5,8 @@ NumPy, uvloop or an engine. Linux lets every process do that, without root. What
 
     paths       which files any Python driver must read
     landlock    rules of the kernel about files, TCP, signals and abstract sockets
-    calls       numbers of system calls, and which of them a driver may make
-    arguments   which arguments some of them may have
-    filter      the seccomp program made of both
-    limits      no_new_privs, rlimits, memory that is writable or executable but never both
-    confining   all of that in its order. The result says what holds, and what this kernel lacks
+    filter      the seccomp program: which system calls a driver may make, and with which arguments
+    confining   all of that and limits of the process in their order. The result says what holds, and what this kernel lacks
     strict      for tests: names a denied system call on stderr before it ends the driver (`_strict.c`)
     report      that result
 

@@ -10,7 +10,7 @@ import signal
 import sys
 
 from aionn.sandbox._strict import watch
-from aionn.sandbox.calls import ALLOWED, ANSWERED, CHECKED, DENIED, LAST_KNOWN
+from aionn.sandbox.filter import ALLOWED, ANSWERED, CHECKED, DENIED, LAST_KNOWN
 
 _NAME_BYTES = 32  # _strict.c
 
@@ -19,7 +19,7 @@ def name_denied_calls(column: int) -> None:
     """Handle SIGSYS from now on. The process still dies by it.
 
     Args:
-        column: of the tables in `calls`, for this machine.
+        column: of the tables in `filter`, for this machine.
     """
     names = [b""] * (LAST_KNOWN + 1)
     for table in (ALLOWED, CHECKED, ANSWERED, DENIED):

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from aionn.sandbox.calls import ALLOWED, ANSWERED, CHECKED, DENIED
+from aionn.sandbox.filter import ALLOWED, ANSWERED, CHECKED, DENIED
 
 _COLUMN = {"x86_64": 0, "aarch64": 1}[platform.machine()]
 NEWER = {

@@ -13,7 +13,7 @@ from pathlib import Path
 import anyio
 import msgspec
 
-from aionn.sandbox.limits import no_new_privileges
+from aionn.sandbox.confining import no_new_privileges
 from tests.sandbox.asking import ask, attacked, targets
 from tests.sandbox.evil_calls import ATTACKS
 from tests.sandbox.evil_engine import Question

@@ -1,7 +1,7 @@
 """Become a command whose outer seccomp filter answers calls as another kernel or an outer sandbox would.
 
 `python -m tests.sandbox.outer ANSWER... -- COMMAND...`, where ANSWER is CALL=ERROR, or prctl:OPTION=ERROR. CALL is a name of
-`aionn.sandbox.calls`.
+`aionn.sandbox.filter`.
 """
 
 from __future__ import annotations
@@ -13,10 +13,8 @@ import struct
 import sys
 from collections.abc import Iterator, Sequence
 
-from aionn.sandbox.arguments import ALLOW, EQUAL, LOAD, RETURN
-from aionn.sandbox.calls import CHECKED, DENIED
-from aionn.sandbox.filter import MACHINES
-from aionn.sandbox.limits import no_new_privileges
+from aionn.sandbox.confining import no_new_privileges
+from aionn.sandbox.filter import ALLOW, CHECKED, DENIED, EQUAL, LOAD, MACHINES, RETURN
 
 _PR_SET_SECCOMP, _FILTER = 22, 2
 _NUMBER, _FIRST_ARGUMENT = 0, 16

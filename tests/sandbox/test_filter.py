@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from aionn.sandbox.calls import ALLOWED, ANSWERED, CHECKED, DENIED, ERRORS, LAST_KNOWN
-from aionn.sandbox.filter import MACHINES, program
+from aionn.sandbox.filter import ALLOWED, ANSWERED, CHECKED, DENIED, ERRORS, LAST_KNOWN, MACHINES, program
 from tests.sandbox.bpf import Call, Program
 
 ALLOW, ERROR, TRAP = 0x7FFF_0000, 0x0005_0000, 0x0003_0000
