@@ -111,7 +111,7 @@ def warnings_go_where_pytest_looks() -> Iterator[None]:
 def no_driver_starts_early() -> Iterator[None]:
     """A driver starts when a test needs one. The tests of the early start turn the default on."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("aionn.runtime.processes.early.BY_DEFAULT", False)
+        patch.setattr("aionn.runtime.processes.spawning.BY_DEFAULT", False)
         yield
 
 

@@ -71,12 +71,12 @@ def test_a_runtime_spawns_its_driver_before_it_imports_numpy() -> None:
     script = (
         FIRST_LINES
         + """
-    from aionn.runtime.processes import early
-    class Spawned(early.Spawned):
+    from aionn.runtime.processes import spawning
+    class Spawned(spawning.Spawned):
         def __init__(self, *arguments):
             print(*(set(sys.modules) - before), flush=True)
             super().__init__(*arguments)
-    early.Spawned = Spawned
+    spawning.Spawned = Spawned
     runtime = aionn.Runtime()
     async def main():
         async with runtime:

@@ -22,7 +22,7 @@ from aionn.errors import CallerError, again
 from aionn.hal.model import Model
 from aionn.hal.values import outside_frames
 from aionn.ray.models import ModelSpec, compile_model, open_model
-from aionn.runtime.processes.early import checked_start
+from aionn.runtime.processes.spawning import checked_start
 
 logger = logging.getLogger("aionn.ray")
 

@@ -17,9 +17,17 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 
 from aionn.errors import CallerError
 from aionn.runtime.imports import import_needed
-from aionn.runtime.processes.early import checked_start, end_early, spawn_early
-from aionn.runtime.processes.spawning import DEFAULT_HANG_S, Settings, checked_state_dir
-from aionn.runtime.processes.surroundings import checked_driver_env, checked_engine_needs, checked_sandbox
+from aionn.runtime.processes.spawning import (
+    DEFAULT_HANG_S,
+    Settings,
+    checked_driver_env,
+    checked_engine_needs,
+    checked_sandbox,
+    checked_start,
+    checked_state_dir,
+    end_early,
+    spawn_early,
+)
 from aionn.tasks import (
     AsyncOnly,
     checked_count,

@@ -1,6 +1,7 @@
 """Confine this process: all mechanisms in their order, each tried, with a report of what holds.
 
-prctl and setrlimit take away new privileges, core files, and memory that is writable and executable. RLIMIT_NPROC is not used, because it counts all threads of the user. RLIMIT_FSIZE is not used, because it counts for memory files, too.
+prctl and setrlimit take away new privileges, core files, and memory that is writable and executable. RLIMIT_NPROC
+is not used, because it counts all threads of the user. RLIMIT_FSIZE is not used, because it counts for memory files, too.
 RLIMIT_AS is not used, because each thread's arena reserves 128 MiB.
 """
 

@@ -222,7 +222,7 @@ async def test_the_pause_before_a_further_compile_is_bounded(tmp_path: Path, mon
 
 
 async def test_a_replica_starts_the_drivers_that_its_models_need_and_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("aionn.runtime.processes.early.BY_DEFAULT", True)  # else the runtime starts none by itself
+    monkeypatch.setattr("aionn.runtime.processes.spawning.BY_DEFAULT", True)  # else the runtime starts none by itself
     running = []
 
     async def seen(name: str, spec: aionn.ray.ModelSpec) -> aionn.Model:

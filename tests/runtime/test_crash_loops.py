@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import aionn
-from aionn.runtime.processes import restarts
+from aionn.runtime.processes import process
 from aionn.testing import FakeDevice, identity_model
 from tests.leaks import leak_check
 
@@ -28,14 +28,14 @@ def logged(caplog: pytest.LogCaptureFixture) -> list[str]:
 @pytest.fixture
 def slow_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A start on a busy machine may take longer than `STEADY_S`. A driver that dies after it has not lived for long."""
-    monkeypatch.setattr(restarts, "STEADY_S", float("inf"))
+    monkeypatch.setattr(process, "STEADY_S", float("inf"))
 
 
 @pytest.mark.usefixtures("slow_starts")
 async def test_a_model_that_kills_its_driver_at_every_run_gets_ever_rarer_starts(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(restarts, "BACKOFF_S", (*restarts.BACKOFF_S[:3], 3600.0))
+    monkeypatch.setattr(process, "BACKOFF_S", (*process.BACKOFF_S[:3], 3600.0))
     async with leak_check():
         with FakeDevice() as fake:
             async with aionn.Runtime() as runtime:
@@ -51,7 +51,7 @@ async def test_a_model_that_kills_its_driver_at_every_run_gets_ever_rarer_starts
                 with anyio.fail_after(20), pytest.raises(aionn.DeadlineError):
                     await compilation.compute(X, timeout_s=0.5)  # the fourth death is followed by the longest pause
                 assert device.statistics()["starts"] == 4
-                assert ends[-1] >= sum(restarts.BACKOFF_S[:3])
+                assert ends[-1] >= sum(process.BACKOFF_S[:3])
                 told = logged(caplog)
                 deaths = [line for line in told if "ended by signal 9" in line]
                 starts = [line for line in told if "is started again" in line]
@@ -69,7 +69,7 @@ async def test_a_model_that_kills_its_driver_at_every_run_gets_ever_rarer_starts
 async def test_a_driver_that_dies_while_it_starts_is_started_ever_more_rarely_too(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(restarts, "BACKOFF_S", (0.0, 0.0, 3600.0))
+    monkeypatch.setattr(process, "BACKOFF_S", (0.0, 0.0, 3600.0))
     async with leak_check():
         told: list[str] = []
         with FakeDevice() as fake, anyio.fail_after(90):
@@ -97,9 +97,9 @@ async def test_a_driver_that_dies_while_it_starts_is_started_ever_more_rarely_to
 
 @pytest.mark.parametrize("why", ["it has lived long enough", "it has finished an execution"])
 async def test_a_driver_that_was_of_use_is_replaced_at_once(monkeypatch: pytest.MonkeyPatch, why: str) -> None:
-    monkeypatch.setattr(restarts, "BACKOFF_S", (0.0, 3600.0))
+    monkeypatch.setattr(process, "BACKOFF_S", (0.0, 3600.0))
     if why == "it has lived long enough":
-        monkeypatch.setattr(restarts, "STEADY_S", 0.0)
+        monkeypatch.setattr(process, "STEADY_S", 0.0)
     async with leak_check():
         with FakeDevice() as fake:
             async with aionn.Runtime() as runtime:

@@ -26,7 +26,7 @@ import aionn
 from aionn.driver.beginning import PATIENCE_S
 from aionn.errors import DriverDiedError, again
 from aionn.escapes import escaped
-from aionn.runtime.processes.output import PIPE_BYTES
+from aionn.runtime.processes.child import PIPE_BYTES
 from aionn.runtime.processes.spawning import USUAL, Settings, Spawned
 from aionn.testing import identity_model
 from tests.leaks import driver_pids, leak_check, wait_for_end

@@ -18,7 +18,7 @@ import pytest
 
 import aionn
 from aionn.engines.installed import BUILT_IN, installed_engines
-from aionn.runtime.processes import early
+from aionn.runtime.processes import spawning
 from aionn.runtime.processes.devices import Devices
 from aionn.runtime.processes.spawning import Settings
 from tests.leaks import driver_pids, ended, leak_check, processes_with
@@ -31,7 +31,7 @@ REFERENCE = ("reference",)
 
 @pytest.fixture
 def by_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(early, "BY_DEFAULT", True)
+    monkeypatch.setattr(spawning, "BY_DEFAULT", True)
 
 
 @pytest.fixture
@@ -194,7 +194,7 @@ async def test_a_runtime_closed_at_once_leaves_nothing() -> None:
 
 
 async def test_a_closed_runtime_does_not_wait_for_a_driver_that_no_caller_uses(monkeypatch: pytest.MonkeyPatch) -> None:
-    for waits in ("early.EARLY_S", "devices.EARLY_S", "process.GRACE_S"):
+    for waits in ("spawning.EARLY_S", "devices.EARLY_S", "process.GRACE_S"):
         monkeypatch.setattr(f"aionn.runtime.processes.{waits}", 3600.0)
     async with leak_check():
         runtime = aionn.Runtime(start=REFERENCE)
@@ -220,9 +220,9 @@ async def test_an_opening_that_is_cancelled_leaves_nothing(turns: int) -> None:
 
 def test_processes_that_were_not_taken_over_end() -> None:
     with leak_check():
-        spawned = early.spawn_early(REFERENCE, Settings())
+        spawned = spawning.spawn_early(REFERENCE, Settings())
         (pid,) = driver_pids()
-        early.end_early(spawned)
+        spawning.end_early(spawned)
         assert not spawned
         assert pid not in all_pids()
 
@@ -249,8 +249,8 @@ APP = """
             except ChildProcessError:
                 print("no child", flush=True)
 
-    import aionn.runtime.processes.early as early
-    early.Spawned = Spawned
+    from aionn.runtime.processes import spawning
+    spawning.Spawned = Spawned
     aionn.run(main)
 """
 

@@ -15,7 +15,7 @@ import pytest
 
 import aionn
 from aionn.errors import CallerError
-from aionn.runtime.processes.surroundings import APP_PID, checked_driver_env, driver_environment
+from aionn.runtime.processes.spawning import APP_PID, checked_driver_env, driver_environment
 from aionn.testing import identity_model
 from tests.leaks import leak_check
 from tests.runtime.odd_surroundings import SURROUNDINGS

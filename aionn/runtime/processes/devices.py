@@ -26,10 +26,8 @@ from aionn.hal.types import CacheFiles, DeviceType, Priority
 from aionn.pages.layout import Activity
 from aionn.remote.device import RemoteDevice
 from aionn.runtime.health import DeviceHealth
-from aionn.runtime.processes.early import EARLY_S
-from aionn.runtime.processes.process import DriverProcess, end_processes
-from aionn.runtime.processes.restarts import Restarts
-from aionn.runtime.processes.spawning import USUAL, WHEN_IDLE, Settings, Spawned
+from aionn.runtime.processes.process import DriverProcess, Restarts, end_processes
+from aionn.runtime.processes.spawning import EARLY_S, USUAL, WHEN_IDLE, Settings, Spawned
 from aionn.runtime.processes.template import end_unused, leave_template, use_template
 from aionn.runtime.record import STARTING, DriverRecord, Record, about, current
 from aionn.sandbox.report import Confinement
