@@ -6,15 +6,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+
+import msgspec
 
 from aionn.errors import CallerError
 
 __all__ = ["NAMES", "Needs"]
 
 
-@dataclass(frozen=True, slots=True)
-class Needs:
+class Needs(msgspec.Struct, frozen=True):
     """What the sandbox of an engine's driver must allow. It stands in `aionn-engine.toml`, or in `Runtime(engine_needs=)`.
 
     Without it, a driver may do what every driver may do. See docs/how-to/own-driver.md.
@@ -43,7 +43,7 @@ class Needs:
             value = getattr(self, name)
             if isinstance(value, str) or not isinstance(value, Sequence) or not all(map(_is_path, value)):
                 raise CallerError(f"{name} is {value!r}; it must be a list of absolute paths, as in ['/etc/engine.conf']")
-            object.__setattr__(self, name, tuple(value))
+            msgspec.structs.force_setattr(self, name, tuple(value))
 
     def __add__(self, other: Needs) -> Needs:
         """Return what both need."""
@@ -55,7 +55,7 @@ class Needs:
         )
 
 
-NAMES = tuple(field.name for field in fields(Needs))
+NAMES = Needs.__struct_fields__
 
 
 def _is_path(value: object) -> bool:

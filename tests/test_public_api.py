@@ -10,12 +10,14 @@ import importlib
 import importlib.metadata
 import importlib.resources
 import inspect
+import pickle
 import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 import aionn
@@ -357,6 +359,35 @@ def test_every_name_of_the_face_begins_with_a_plain_sentence(name: str) -> None:
 def test_every_public_class_of_the_hal_says_what_it_is() -> None:
     bare = [name for name, thing in public_things(hal) if "." not in name and (inspect.getdoc(thing) or f"{name}(").startswith(f"{name}(")]
     assert bare == []
+
+
+VALUES: tuple[tuple[object, str], ...] = (
+    (hal.DataLocation(1, 2, 3), "DataLocation(pool_index=1, offset=2, length=3)"),
+    (hal.Operand(hal.OperandType.BOOL, (2,)), "Operand(type=<OperandType.BOOL: 'bool'>, dimensions=(2,), symbols=(), default=None)"),
+    (hal.Timing(in_driver_us=7), f"Timing(on_device_us={hal.UNKNOWN_TIME_US}, in_driver_us=7)"),
+    (hal.MQDescriptor((), 8, hal.MQFlavor.SYNCHRONIZED), "MQDescriptor(grantors=(), quantum=8, flavor=<MQFlavor.SYNCHRONIZED: 1>, fds=())"),
+    (hal.Needs(["/etc"]), "Needs(reads=('/etc',), writes_by_path=False, makes_code=False, devices=())"),
+    (aionn.Confinement("auto"), "Confinement(level='auto', holds=(), lacks=())"),
+    (aionn.HealthPolicy(max_drop_rate=0.5), "HealthPolicy(max_drop_rate=0.5)"),
+    (aionn.PlaneLayout(0, 2, 1), "PlaneLayout(offset=0, row_stride=2, pixel_stride=1)"),
+)
+
+
+@pytest.mark.parametrize(("value", "shown"), VALUES)
+def test_a_value_is_equal_by_content_and_never_changes(value: object, shown: str) -> None:
+    again = pickle.loads(pickle.dumps(value))
+    assert repr(value) == repr(again) == shown
+    assert (value, hash(value)) == (again, hash(again))
+    assert value != tuple(getattr(value, name) for name in inspect.signature(type(value)).parameters)
+    for name in inspect.signature(type(value)).parameters:
+        with pytest.raises(AttributeError):
+            setattr(value, name, None)
+
+
+def test_the_descriptors_of_a_queue_do_not_decide_whether_descriptions_are_equal() -> None:
+    here, there = (hal.MQDescriptor((hal.GrantorDescriptor(0, 0, 8),), 8, hal.MQFlavor.SYNCHRONIZED, fds) for fds in ((3,), (4,)))
+    assert (here, hash(here)) == (there, hash(there))
+    assert here != msgspec.structs.replace(here, quantum=16)
 
 
 def test_types_are_shipped() -> None:

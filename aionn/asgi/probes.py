@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from dataclasses import asdict
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import BaseRoute, Route
@@ -47,4 +47,4 @@ def routes(runtime: aionn.Runtime | None = None) -> list[BaseRoute]:
 
 def _answer(health: aionn.Health, well: bool) -> JSONResponse:
     headers = {"Cache-Control": "no-store"} | ({} if well else {"Retry-After": str(RETRY_AFTER_S)})
-    return JSONResponse(asdict(health) | {"text": str(health)}, 200 if well else 503, headers)
+    return JSONResponse(msgspec.to_builtins(health) | {"text": str(health)}, 200 if well else 503, headers)

@@ -28,10 +28,10 @@ import random
 import sqlite3
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from blake3 import blake3
 
 from aionn.caching.state import StateFolder, device_database, open_database, private_key, private_state, transaction
@@ -61,16 +61,14 @@ class Capacity(enum.Enum):
     FIT_HALVE = "fit_halve"
 
 
-@dataclass(frozen=True, slots=True)
-class Policy:
+class Policy(msgspec.Struct, frozen=True):
     """How a full cache makes room."""
 
     victim: Victim = Victim.LRU
     capacity: Capacity = Capacity.FIT
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
+class Limits(msgspec.Struct, frozen=True):
     """Limits in bytes. The total counts keys and values, without overhead. The defaults are the limits of nnCache."""
 
     max_total_bytes: int = 2 << 20

@@ -26,7 +26,8 @@ import os
 import sqlite3
 import threading
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from aionn import trace
 from aionn.caching.adopted import believed, note_adopted, prepare_table
@@ -55,8 +56,7 @@ _LOCK_WAIT_S = 5.0  # two drivers write the same files: the second waits for the
 _RECORD_BYTES = 8 + 32
 
 
-@dataclass(frozen=True, slots=True)
-class Verified:
+class Verified(msgspec.Struct, frozen=True):
     """Cache files whose digests match a record.
 
     Attributes:

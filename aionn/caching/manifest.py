@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hmac
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Annotated
 
 import msgspec
@@ -82,8 +81,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return sum(file.length for file in self.files)
 
 
-@dataclass(frozen=True, slots=True)
-class Wanted:
+class Wanted(msgspec.Struct, frozen=True):
     """What a lookup expects of an entry beyond its key; a publication records the same.
 
     `model_digest` is empty where the model has not been digested, because the app gave another token. Then the key alone says which

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import enum
 import errno
-from dataclasses import dataclass
+
+import msgspec
 
 from aionn.errors import CallerError
 
@@ -59,8 +60,7 @@ class MissReason(enum.Enum):
     REVOKED = "revoked"  # it was adopted, and the key that signed it is not trusted any more
 
 
-@dataclass(frozen=True, slots=True)
-class Refusal:
+class Refusal(msgspec.Struct, frozen=True):
     """Why something was not taken from, or not put into, a cache.
 
     Attributes:
@@ -97,8 +97,7 @@ def refusal_of_os_error(error: OSError, doing: str) -> Refusal:
     return Refusal(reason, f"{doing}: {error.strerror or error}")
 
 
-@dataclass(frozen=True, slots=True)
-class CacheOutcome:
+class CacheOutcome(msgspec.Struct, frozen=True):
     """What the cache did for one step of a plan.
 
     Attributes:

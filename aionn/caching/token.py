@@ -25,9 +25,9 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import NamedTuple
 
+import msgspec
 from blake3 import blake3
 
 from aionn.errors import CallerError
@@ -42,8 +42,7 @@ _OPERATION = struct.Struct("<II")
 _TOKEN, _OPERATIONS, _DEVICE, _VERSION, _PREFERENCE, _PRIORITY, _OPTIONS = range(1, 8)
 
 
-@dataclass(frozen=True, slots=True)
-class KeyParts:
+class KeyParts(msgspec.Struct, frozen=True):
     """All that shapes one step's artifact.
 
     Attributes:
@@ -183,7 +182,7 @@ def device_token(key: bytes, model_digest: bytes) -> bytes:
 
 def changed_parts(before: KeyParts, after: KeyParts) -> tuple[str, ...]:
     """Return the names of the fields that make two keys differ. They explain a miss."""
-    return tuple(name for name in KeyParts.__slots__ if getattr(before, name) != getattr(after, name))
+    return tuple(name for name in KeyParts.__struct_fields__ if getattr(before, name) != getattr(after, name))
 
 
 def described_change(before: KeyParts, after: KeyParts) -> str:

@@ -11,7 +11,6 @@ Saving never fails a compilation. It ends with a word for the client: "saved", "
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import struct
 import threading
@@ -82,7 +81,7 @@ class LentHandles:
             CallerError: the duplicates have been given up.
         """
         models = self._models
-        return self._lent.during(lambda fds: act(dataclasses.replace(self._given, model=tuple(fds[:models]), data=tuple(fds[models:]))))
+        return self._lent.during(lambda fds: act(msgspec.structs.replace(self._given, model=tuple(fds[:models]), data=tuple(fds[models:]))))
 
     def release(self) -> None:
         """Prevent the act from beginning. An act that has begun goes on, and its end closes the duplicates."""

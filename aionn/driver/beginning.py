@@ -95,7 +95,7 @@ def keep_bytecode() -> None:
         return
     from importlib.util import cache_from_source
 
-    if not os.path.exists(cache_from_source(os.path.join(here, "process.py"))):
+    if not os.path.exists(cache_from_source(os.path.join(here, "../caching/integrity.py"))):
         import compileall
 
         compileall.compile_dir(os.path.dirname(here), quiet=2)
@@ -162,8 +162,8 @@ def begin(arguments: list[str]) -> Begun | int:
     Args:
         arguments: NAME of the device, with HOME ("package.module:Class") if the parent has looked it up. FD, the socket. SCHEDULE is a
             number of CPUs for a driver in the background, 0 for the app's own priority, or "idle" for SCHED_IDLE. `__main__` has
-            taken it up. Each device keeps its records in a folder of STATE_DIR. SANDBOX is a level of `sandbox.report`. EXPORTS is
-            the path of a folder for an engine that writes temporary files by path; see `caching.export_folder`. COUNTER is the
+            taken it up. Each device keeps its records in a folder of STATE_DIR. SANDBOX is the level. EXPORTS is the
+            path of a folder for an engine that writes temporary files by path; see `caching.export_folder`. COUNTER is the
             descriptor of an eventfd. An app that reads this process's output gives it (`runtime.processes.output`). NEEDS is JSON
             with the fields of `aionn.needs.Needs`, in place of those that the engine's package states.
     """
@@ -231,7 +231,7 @@ def _needs(place: str, provider: str, given: str = "") -> Needs | None:
         CallerError: the file in the engine's package states no needs.
     """
     if given:
-        import json  # few apps give needs
+        import msgspec  # few apps give needs
 
-        return Needs(**json.loads(given))
+        return msgspec.json.decode(given, type=Needs)
     return None if is_test_double(place) else needs_of(place, provider)

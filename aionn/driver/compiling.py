@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import NamedTuple
+
+import msgspec
 
 from aionn.caching.outcomes import MissReason, Refusal
 from aionn.driver.engine_errors import report_bug, way_out
@@ -40,7 +41,7 @@ def compiled_model(engine: Engine, model: Model, options: CompileOptions) -> Com
     if options.may_export and known_contents(model) not in (b"", contents):
         changed = "the weights beside the model have changed since the model was read"
         refusal = Refusal(MissReason.CHANGED_WEIGHTS, f"{changed}; read the model again, and replace such files by renaming")
-        executable, _ = _attempts(engine, own, dataclasses.replace(options, may_export=False))
+        executable, _ = _attempts(engine, own, msgspec.structs.replace(options, may_export=False))
         outcome = str(refusal)
     else:
         executable, outcome = _attempts(engine, own, options)
@@ -70,7 +71,7 @@ def _attempts(engine: Engine, model: Model, options: CompileOptions) -> tuple[Ex
             raise failed from error
     # Some engines write their artifact while they compile. A full disk must not fail the compilation then.
     try:
-        executable = engine.compile(model, dataclasses.replace(options, may_export=False))
+        executable = engine.compile(model, msgspec.structs.replace(options, may_export=False))
     except Exception as error:
         raise compilation_error(engine.name, error) from error
     return executable, str(Refusal(MissReason.IO_ERROR, f"it compiles only without an artifact to store: {failed}"))

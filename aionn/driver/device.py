@@ -6,7 +6,6 @@ flag and is abandoned. Its thread ends when the engine returns.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 import time
@@ -16,6 +15,7 @@ from typing import TypeVar
 
 import anyio
 import anyio.to_thread
+import msgspec
 from anyio.abc import TaskGroup
 
 from aionn import trace
@@ -120,7 +120,7 @@ class EngineDevice:
         may_export = lent is not None and self._artifacts.files.supported
         outcome = ""
         try:
-            compile_options = dataclasses.replace(await self._compile_options(options, flag), may_export=may_export)
+            compile_options = msgspec.structs.replace(await self._compile_options(options, flag), may_export=may_export)
             shared, contents = (None, b"") if may_export else await self._known(model, options, flag)
             if shared is not None:
                 executables = await self._instances(shared, options, flag, again=True)
@@ -218,7 +218,7 @@ class EngineDevice:
         flag = CancelFlag()
         lent = LentHandles(cache)
         try:
-            compile_options = dataclasses.replace(await self._compile_options(options, flag), give_back=give_back)
+            compile_options = msgspec.structs.replace(await self._compile_options(options, flag), give_back=give_back)
             with trace.span("driver.load", device=self.name):
                 loaded = await self._blocking(
                     lambda: lent.during(lambda handles: load(handles, compile_options)),

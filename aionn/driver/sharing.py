@@ -15,7 +15,6 @@ Use all of this from the loop, except `Shared.executables`, which blocks.
 
 from __future__ import annotations
 
-import dataclasses
 import weakref
 from collections.abc import Sequence
 
@@ -133,7 +132,7 @@ def identity_of_stored(loaded: Loaded, options: PrepareOptions) -> CompiledIdent
 
 
 def _shaping(options: PrepareOptions) -> PrepareOptions:
-    return dataclasses.replace(options, deadline_ns=None)
+    return msgspec.structs.replace(options, deadline_ns=None)
 
 
 def instances_of(device: str, executable: Executable, count: int) -> Sequence[Executable]:

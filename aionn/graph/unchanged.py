@@ -11,11 +11,11 @@ digested, and a file that is cut off ends the reading, not the process.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable
 from itertools import count
 
 from blake3 import blake3
+from msgspec.structs import replace
 
 from aionn.errors import AionnError, CallerError, CompilationError
 from aionn.file_ranges import FileRange, copy_ranges, digest_ranges, private_memory
@@ -68,7 +68,7 @@ def own_constants(model: Model, *, files_only: bool = False) -> tuple[Model, byt
     def moved(constant: Constant) -> Constant:
         place = constant.location
         pool = model.pools[place.pool_index]
-        here = DataLocation(next(numbers), 0, place.length) if is_copied(pool) else dataclasses.replace(place, pool_index=index[id(pool)])
+        here = DataLocation(next(numbers), 0, place.length) if is_copied(pool) else replace(place, pool_index=index[id(pool)])
         return Constant(constant.name, constant.operand, here)
 
     own = hal_model.Model(

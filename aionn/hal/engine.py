@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import msgspec
 from numpy.typing import NDArray
 
 from aionn.hal.model import Model
@@ -66,8 +66,7 @@ class IBlobCache(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class CompileOptions:
+class CompileOptions(msgspec.Struct, frozen=True):
     """The options of an engine that compiles or loads.
 
     Attributes:
@@ -89,17 +88,16 @@ class CompileOptions:
     preference: ExecutionPreference = ExecutionPreference.FAST_SINGLE_ANSWER
     priority: Priority = Priority.MEDIUM
     threads: int = 0
-    cancelled: CancelFlag = field(default_factory=CancelFlag)
+    cancelled: CancelFlag = msgspec.field(default_factory=CancelFlag)
     may_export: bool = True
     blob_cache: IBlobCache | None = None
     at_most: bool = False
     instances: int = 1
     give_back: Callable[[memoryview], None] | None = None
-    options: Mapping[str, OptionValue] = field(default_factory=dict)
+    options: Mapping[str, OptionValue] = msgspec.field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class Artifact:
+class Artifact(msgspec.Struct, frozen=True):
     """What an engine stores: one bytes-like object per cache file that it asks for.
 
     Attributes:
@@ -111,8 +109,7 @@ class Artifact:
     data: tuple[Any, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class ExecutionReport:
+class ExecutionReport(msgspec.Struct, frozen=True):
     """The result of `Executable.run`.
 
     Attributes:
@@ -121,7 +118,7 @@ class ExecutionReport:
         on_device_ns: time spent computing, or None if the engine cannot measure it.
     """
 
-    outputs: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+    outputs: Mapping[str, NDArray[Any]] = msgspec.field(default_factory=dict)
     on_device_ns: int | None = None
 
 

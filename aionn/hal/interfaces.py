@@ -10,8 +10,9 @@ A HAL call that fails raises: `CallerError` for INVALID_ARGUMENT, `CompilationEr
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Protocol
+
+import msgspec
 
 from aionn.errors import CallerError
 from aionn.hal.model import Model
@@ -35,8 +36,7 @@ from aionn.hal.types import (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class CacheHandles:
+class CacheHandles(msgspec.Struct, frozen=True):
     """The open cache files of one entry, as descriptors opened read-write, and the entry's token.
 
     The caller keeps owning the descriptors. A device that touches a file after the call has returned (JIT) duplicates them.
@@ -56,8 +56,7 @@ class CacheHandles:
     keyring: bytes = b""
 
 
-@dataclass(frozen=True, slots=True)
-class PrepareOptions:
+class PrepareOptions(msgspec.Struct, frozen=True):
     """How a model is to be prepared.
 
     Attributes:

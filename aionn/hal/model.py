@@ -17,6 +17,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
+import msgspec
+
 from aionn.errors import CallerError, CompilationError
 from aionn.hal.types import CACHE_TOKEN_BYTES, DataLocation, IMemory, MemoryKind, Operand
 
@@ -24,8 +26,7 @@ OPAQUE = "Opaque"
 """The type of the one operation of a model that is not ONNX. Its domain is the model's format."""
 
 
-@dataclass(frozen=True, slots=True)
-class Operation:
+class Operation(msgspec.Struct, frozen=True):
     """The facts of one node of the main graph that decide about its device. `name` is never empty ("Conv_3" if ONNX has none)."""
 
     name: str
@@ -33,8 +34,7 @@ class Operation:
     domain: str
 
 
-@dataclass(frozen=True, slots=True)
-class Constant:
+class Constant(msgspec.Struct, frozen=True):
     """A large constant: the initializer's name, its type and shape, and where its bytes lie in the model's pools."""
 
     name: str

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from math import inf
+
+import msgspec
 
 from aionn.errors import CallerError
 from aionn.hal.types import ExecutionPreference, OperandType
 
 
-@dataclass(frozen=True, slots=True)
-class PerformanceInfo:
+class PerformanceInfo(msgspec.Struct, frozen=True):
     """How long a device takes, and how much power it uses, where a CPU has 1.0 (HAL 1.0: PerformanceInfo). Less is better."""
 
     execution_time: float = 1.0
@@ -24,8 +24,7 @@ class PerformanceInfo:
                 raise CallerError(f"a performance has {name}={value!r}, but it is a positive number relative to a CPU, which has 1.0")
 
 
-@dataclass(frozen=True, slots=True)
-class Performance:
+class Performance(msgspec.Struct, frozen=True):
     """What a device declares of its speed, for the plan that cuts a model over several devices (HAL 1.2: Capabilities).
 
     Attributes:
@@ -34,7 +33,7 @@ class Performance:
     """
 
     default: PerformanceInfo = PerformanceInfo()
-    by_type: Mapping[OperandType, PerformanceInfo] = field(default_factory=dict)
+    by_type: Mapping[OperandType, PerformanceInfo] = msgspec.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not isinstance(self.default, PerformanceInfo):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field
+
+import msgspec
 
 
 class MQFlavor(enum.IntEnum):
@@ -13,8 +14,7 @@ class MQFlavor(enum.IntEnum):
     UNSYNCHRONIZED = 2
 
 
-@dataclass(frozen=True, slots=True)
-class GrantorDescriptor:
+class GrantorDescriptor(msgspec.Struct, frozen=True):
     """One piece of a queue's shared region (libfmq: GrantorDescriptor, flags always 0)."""
 
     fd_index: int
@@ -22,8 +22,7 @@ class GrantorDescriptor:
     extent: int
 
 
-@dataclass(frozen=True, slots=True)
-class MQDescriptor:
+class MQDescriptor(msgspec.Struct, frozen=True, eq=False):
     """Everything that another process needs to attach to a queue. The descriptors travel beside it.
 
     Grantors 0 to 3 are libfmq's: read counter, write counter, data, event flag word. The others are aionn's.
@@ -38,4 +37,14 @@ class MQDescriptor:
     grantors: tuple[GrantorDescriptor, ...]
     quantum: int
     flavor: MQFlavor
-    fds: tuple[int, ...] = field(default=(), compare=False)
+    fds: tuple[int, ...] = ()
+
+    def __eq__(self, other: object) -> bool:  # whatever numbers the descriptors have
+        return isinstance(other, MQDescriptor) and self._layout == other._layout
+
+    def __hash__(self) -> int:
+        return hash(self._layout)
+
+    @property
+    def _layout(self) -> tuple[object, ...]:
+        return self.grantors, self.quantum, self.flavor

@@ -21,11 +21,11 @@ A blob is a pool like any other (kind `hardware_buffer_blob`) and may be a model
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
 from types import MappingProxyType
 from typing import Any, Literal
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -39,8 +39,7 @@ ImageFormat = Literal["blob", "rgb_888", "rgba_8888", "nv12", "yuv420", "gray8"]
 TensorLayout = Literal["NHWC", "NCHW"]
 
 
-@dataclass(frozen=True, slots=True)
-class PlaneLayout:
+class PlaneLayout(msgspec.Struct, frozen=True):
     """Where one plane lies in its buffer, in bytes.
 
     Attributes:

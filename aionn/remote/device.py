@@ -9,11 +9,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import msgspec
+from msgspec.structs import replace
 
 from aionn.errors import CallerError, CompilationError
 from aionn.escapes import escaped

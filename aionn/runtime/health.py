@@ -11,8 +11,9 @@ closed      the runtime was closed, or an internal error has ended it
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
+
+import msgspec
 
 from aionn.errors import CallerError
 
@@ -21,8 +22,7 @@ CompilationState = Literal["preparing", "failed", "serving", "ended", "on demand
 DriverState = Literal["starting", "idle", "loading", "compiling", "executing", "hung", "ended"]
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceHealth:
+class DeviceHealth(msgspec.Struct, frozen=True):
     """How the driver process of a device does.
 
     Attributes:
@@ -50,8 +50,7 @@ class DeviceHealth:
         return f"the driver of device {self.name!r}{low} is {self.state} for {self.seconds:.1f} s"
 
 
-@dataclass(frozen=True, slots=True)
-class CompilationHealth:
+class CompilationHealth(msgspec.Struct, frozen=True):
     """How a compilation does.
 
     Attributes:
@@ -85,8 +84,7 @@ class CompilationHealth:
         return f"{named} is {self.state}"
 
 
-@dataclass(frozen=True, slots=True)
-class Health:
+class Health(msgspec.Struct, frozen=True):
     """Whether a runtime can do the app's work, at one moment. `str()` gives one sentence.
 
     Attributes:
@@ -118,8 +116,7 @@ def not_open() -> Health:
     return Health("starting", True, False, ("it has not been opened yet",))
 
 
-@dataclass(frozen=True, slots=True)
-class HealthPolicy:
+class HealthPolicy(msgspec.Struct, frozen=True):
     """What `Runtime.health` counts as degraded, besides what always does.
 
     Attributes:

@@ -5,20 +5,20 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 
-@dataclass(frozen=True, slots=True)
-class Span:
+
+class Span(msgspec.Struct, frozen=True):
     """A piece of work that took time: [started_ns, ended_ns) on CLOCK_MONOTONIC, in one process and thread."""
 
     name: str
     started_ns: int
     ended_ns: int
-    attributes: dict[str, Any] = field(default_factory=dict)
-    pid: int = field(default_factory=os.getpid)
-    thread_id: int = field(default_factory=threading.get_native_id)
+    attributes: dict[str, Any] = msgspec.field(default_factory=dict)
+    pid: int = msgspec.field(default_factory=os.getpid)
+    thread_id: int = msgspec.field(default_factory=threading.get_native_id)
 
     @property
     def duration_ns(self) -> int:
@@ -26,19 +26,17 @@ class Span:
         return self.ended_ns - self.started_ns
 
 
-@dataclass(frozen=True, slots=True)
-class Counter:
+class Counter(msgspec.Struct, frozen=True):
     """A change of a counter: `value` more at that moment."""
 
     name: str
     at_ns: int
     value: int
-    attributes: dict[str, Any] = field(default_factory=dict)
-    pid: int = field(default_factory=os.getpid)
+    attributes: dict[str, Any] = msgspec.field(default_factory=dict)
+    pid: int = msgspec.field(default_factory=os.getpid)
 
 
-@dataclass(slots=True)
-class FrameTimes:
+class FrameTimes(msgspec.Struct):
     """When one request of a burst was where. A time is 0 if no record of it was read.
 
     Attributes:
@@ -60,7 +58,7 @@ class FrameTimes:
     pid: int = 0
     driver_pid: int = 0
     lane: str = ""
-    about: Mapping[str, Any] = field(default_factory=dict)
+    about: Mapping[str, Any] = msgspec.field(default_factory=dict)
 
     def phases(self) -> Iterator[tuple[str, int, int]]:
         """Yield (name, start, end) of what the frame went through, in order and without gaps. A phase with an unknown end is left out."""
@@ -80,8 +78,7 @@ class FrameTimes:
                 yield Span(name, started_ns, ended_ns, attributes, self.pid, 0)
 
 
-@dataclass(slots=True)
-class Recorded:
+class Recorded(msgspec.Struct):
     """What was recorded, of one process or of several.
 
     Attributes:
@@ -92,9 +89,9 @@ class Recorded:
         lost: records that were overwritten before they could be read, or that found no room.
     """
 
-    spans: list[Span] = field(default_factory=list)
-    counters: list[Counter] = field(default_factory=list)
-    frames: list[FrameTimes] = field(default_factory=list)
-    processes: dict[int, str] = field(default_factory=dict)
-    time_namespaces: dict[int, int] = field(default_factory=dict)
+    spans: list[Span] = msgspec.field(default_factory=list)
+    counters: list[Counter] = msgspec.field(default_factory=list)
+    frames: list[FrameTimes] = msgspec.field(default_factory=list)
+    processes: dict[int, str] = msgspec.field(default_factory=dict)
+    time_namespaces: dict[int, int] = msgspec.field(default_factory=dict)
     lost: int = 0

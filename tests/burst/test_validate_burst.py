@@ -6,9 +6,8 @@ aionn's (with identity). After every refusal a good request is executed, so no p
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 
 from aionn.burst.packets import (
     DATUM_BYTES,

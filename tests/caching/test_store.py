@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import gc
 import logging
 import os
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import msgspec
 import pytest
 
 from aionn import tasks, trace
@@ -222,8 +222,8 @@ async def test_a_miss_names_what_differs_from_the_nearest_entry_of_the_model(
 
 async def test_a_manifest_that_lies_about_its_key_explains_nothing_and_breaks_nothing(directory: Path) -> None:
     async with CacheStore(directory) as store:
-        await stored(store, dataclasses.replace(wanted(1), parts=b"no parts at all"))
-        await stored(store, dataclasses.replace(wanted(2), parts=bytes(100_000)))
+        await stored(store, msgspec.structs.replace(wanted(1), parts=b"no parts at all"))
+        await stored(store, msgspec.structs.replace(wanted(2), parts=bytes(100_000)))
         async with await store.open(wanted(3)) as found:
             assert (found.outcome.reason, found.outcome.differs) == (MissReason.ABSENT, ())
 

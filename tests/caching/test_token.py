@@ -42,7 +42,7 @@ def distinct(*several: KeyParts) -> bool:
 
 
 def changed(base: KeyParts, **fields: object) -> KeyParts:
-    values = {name: getattr(base, name) for name in KeyParts.__slots__} | fields
+    values = {name: getattr(base, name) for name in KeyParts.__struct_fields__} | fields
     return KeyParts(**values)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import os
 import weakref
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import msgspec
 import numpy as np
 import pytest
 from onnx import TensorProto, helper, numpy_helper
@@ -112,10 +112,10 @@ OTHER_OPTIONS: list[dict[str, Any]] = [
 async def test_different_options_are_not_shared(device: EngineDevice, other: dict[str, Any]) -> None:
     model = aionn.Model.from_onnx(product().SerializeToString())
     first = await device.prepare_model(model, PrepareOptions())
-    second = await device.prepare_model(model, dataclasses.replace(PrepareOptions(), **other))
+    second = await device.prepare_model(model, msgspec.structs.replace(PrepareOptions(), **other))
     assert first._shared is not second._shared
     np.testing.assert_array_equal(computed(first), computed(second))
-    again = await device.prepare_model(model, dataclasses.replace(PrepareOptions(), **other))
+    again = await device.prepare_model(model, msgspec.structs.replace(PrepareOptions(), **other))
     assert again._shared is second._shared
     assert len(again._executables) == other.get("instances", 1)
     for prepared in (first, second, again):
@@ -224,7 +224,7 @@ async def test_hits_with_different_options_are_not_shared(device: EngineDevice, 
     model = aionn.Model.from_onnx(product().SerializeToString())
     await (await device.prepare_model(model, PrepareOptions(), handles)).aclose()
     gc.collect()
-    options = dataclasses.replace(PrepareOptions(), **other)
+    options = msgspec.structs.replace(PrepareOptions(), **other)
     first = await device.prepare_model_from_cache(PrepareOptions(), handles)
     second = await device.prepare_model_from_cache(options, handles)
     again = await device.prepare_model_from_cache(options, handles)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +60,7 @@ async def test_an_artifact_with_options_is_loaded_with_them(tmp_path: Path, mode
 def with_options(pushed: Pushed, key: BuilderKey, *options: tuple[str, bytes]) -> Pushed:
     """The same artifact, signed by a builder that gives it other options."""
     parts = decode_parts(pushed.manifest.parts)
-    encoded, entry, family = encoded_keys(dataclasses.replace(parts, options=options))
+    encoded, entry, family = encoded_keys(msgspec.structs.replace(parts, options=options))
     manifest = msgspec.structs.replace(pushed.manifest, parts=encoded, key=entry, family=family)
     return Pushed(key.sign(manifest), manifest, pushed.folder)
 

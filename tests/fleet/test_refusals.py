@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import os
 import sqlite3
@@ -138,14 +137,14 @@ def _cases(folder: Path, made: Made, other: Made, key: BuilderKey, stranger: Bui
     yield case("signature of another", MissReason.BAD_SIGNATURE, signed=good[:32] + replayed[32:_HEAD] + good[_HEAD:])
     # signed by a trusted builder, yet for another device, version, model or entry
     yield case("other version", MissReason.OTHER_FINGERPRINT, signed=elsewhere.signed(key), paths=elsewhere.paths)
-    parts = encoded_keys(dataclasses.replace(decode_parts(made.statement.parts), device="other:Engine"))
+    parts = encoded_keys(msgspec.structs.replace(decode_parts(made.statement.parts), device="other:Engine"))
     other_device = {"parts": parts.encoded, "key": parts.entry, "family": parts.family, "device": "other:Engine"}
     yield case("other device", MissReason.OTHER_FINGERPRINT, signed=made.signed(key, **other_device))
     lies = {"model_digest": bytes(32), "model": made.statement.model * 2, "data": (), "model ": made.statement.model[:0]}
     for field, value in lies.items():
         reason = MissReason.OTHER_MODEL if field == "model_digest" else MissReason.WRONG_FILES
         yield case(f"signed with another {field}", reason, signed=made.signed(key, **{field.strip(): value}))
-    other_entry = encoded_keys(dataclasses.replace(decode_parts(made.statement.parts), preference=ExecutionPreference.LOW_POWER))
+    other_entry = encoded_keys(msgspec.structs.replace(decode_parts(made.statement.parts), preference=ExecutionPreference.LOW_POWER))
     fields = {"parts": other_entry.encoded, "key": other_entry.entry, "family": other_entry.family}
     yield case("signed for another entry", MissReason.WRONG_TOKEN, signed=made.signed(key, **fields))
     # builders

@@ -8,10 +8,10 @@ import resource
 import signal
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from aionn.errors import CallerError, MemoryAllocationError
 from aionn.fmq import MessageQueue, MQDescriptor, MQFlavor, QueueClosedError, QueueCorruptedError, layout
@@ -73,7 +73,7 @@ HOSTILE: dict[str, tuple[Twist, str]] = {
     "two grantors": (lambda d: replace(d, grantors=d.grantors[:2]), "2 grantors"),
     "quantum 0": (lambda d: replace(d, quantum=0), "quantum of 0"),
     "another quantum": (lambda d: replace(d, quantum=16), "quantum of 16"),
-    "an unknown flavor": (lambda d: replace(d, flavor=3), "flavor 3"),  # type: ignore[arg-type]
+    "an unknown flavor": (lambda d: replace(d, flavor=3), "flavor 3"),
     "fd index past the memory": (with_part(layout.DATA, fd_index=1), "fd index 1"),
     "negative fd index": (with_part(layout.DATA, fd_index=-1), "fd index -1"),
     "an eventfd as memory": (with_part(layout.CONTROL, fd_index=2), "fd index 2"),

@@ -11,11 +11,11 @@ import os
 import struct
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from aionn.errors import CallerError, DeadlineError, MemoryAllocationError
 from aionn.fmq import NOT_EMPTY, NOT_FULL, MessageQueue, MQDescriptor, MQFlavor

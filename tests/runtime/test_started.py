@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import gc
 import logging
 import os
@@ -15,6 +14,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import anyio
+import msgspec
 import numpy as np
 import pytest
 from onnx import numpy_helper
@@ -598,7 +598,7 @@ async def test_a_hostile_answer_about_dependencies_fails_the_event_alone(first: 
     take = Started._take
 
     def lied_to(started: Started, serving: Any, found: Any) -> None:
-        take(started, serving, dataclasses.replace(found, failed=12345))
+        take(started, serving, msgspec.structs.replace(found, failed=12345))
 
     monkeypatch.setattr(Started, "_take", lied_to)
     with pytest.raises(aionn.ExecutionError, match="dependency 12345"):

@@ -9,10 +9,11 @@ from pathlib import Path
 
 from aionn.cgroups import text_of
 from aionn.cli.checks.row import ROOT, Row, ok, warn
+from aionn.runtime.processes.spawning import SANDBOX
 from aionn.sandbox import landlock
 from aionn.sandbox.confining import LEAST_ABI
 from aionn.sandbox.filter import MACHINES, check_available
-from aionn.sandbox.report import VARIABLE, Confinement
+from aionn.sandbox.report import Confinement
 
 _PR_GET_MDWE = 66  # linux/prctl.h, Linux 6.3
 
@@ -83,7 +84,7 @@ def confined(device: str, confinement: Confinement | None) -> list[Row]:
     if confinement is None:
         return []
     if confinement.level == "off":
-        return [warn(check, f"off, {_FREE}", needed, f"unset {VARIABLE}; apps choose by Runtime(sandbox=)")]
+        return [warn(check, f"off, {_FREE}", needed, f"unset {SANDBOX}; apps choose by Runtime(sandbox=)")]
     shown = [word for word in confinement.holds if word not in _USUAL] or confinement.holds
     found = "; ".join((f"confined: {', '.join(shown) or 'nothing'}", *confinement.lacks))
     if {"files", "system calls"} <= set(confinement.holds):

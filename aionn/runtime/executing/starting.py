@@ -15,11 +15,12 @@ Invariants
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import os
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
+
+import msgspec
 
 from aionn.errors import CallerError, DeadlineError, DriverDiedError
 from aionn.hal.model import label
@@ -244,7 +245,7 @@ class Started(Execution):
             fence, *waited = duplicates(fenced.fds)  # the event's may be closed before the wait is over
         except OSError as error:
             raise allocation_error(0, error) from error
-        after = [dataclasses.replace(each, fd=fd) for each, fd in zip(fenced.after, waited, strict=True)]
+        after = [msgspec.structs.replace(each, fd=fd) for each, fd in zip(fenced.after, waited, strict=True)]
         own = Fenced(fenced.request, fenced.pools, after, fence)
 
         async def run() -> None:

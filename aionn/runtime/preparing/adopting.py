@@ -24,6 +24,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import msgspec
+
 from aionn import trace
 from aionn.caching import CacheOutcome, CacheOutcomeKind, MissReason, Refusal, Wanted
 from aionn.caching.keyring import current_keyring
@@ -87,7 +89,7 @@ async def offered_instead(missed: Missed, backend: CompileBackend, most_s: float
             _warn(missed, refusal)
         return NotTaken(str(refusal), refusal)
     digest = await digested(missed.devices, request.model)
-    wanted = dataclasses.replace(missed.wanted, model_digest=digest)
+    wanted = msgspec.structs.replace(missed.wanted, model_digest=digest)
     current.get().enter(remote.name, ASKING_BACKEND)
     offered = await _answer(missed, backend, digest, most_s)
     if isinstance(offered, NotTaken):
@@ -228,7 +230,7 @@ class Adoption:
         """
         options, left_s = self.options, seconds_until(self.options.deadline_ns)
         if left_s is not None:
-            options = dataclasses.replace(options, deadline_ns=time.monotonic_ns() + int(left_s * _SHARE * 1e9))
+            options = msgspec.structs.replace(options, deadline_ns=time.monotonic_ns() + int(left_s * _SHARE * 1e9))
         handles = CacheHandles(offered.model, offered.data, self.wanted.key, self.keyring)
         if offered.signed is None:
             prepared = await self.remote.prepare_model_from_cache(options, bound(handles, self.wanted.model_digest))
@@ -267,7 +269,7 @@ class Adoption:
         if failure is not None and self.store is not None:
             self.store.warn(failure)
         if statement is None:
-            return dataclasses.replace(miss.outcome, save_failure=failure)
+            return msgspec.structs.replace(miss.outcome, save_failure=failure)
         trace.count("compile.adopted", device=self.remote.name, builder=statement.builder)
         detail = f"compiled by builder {statement.builder!r}"
         waited_s = miss.outcome.waited_s
@@ -358,7 +360,7 @@ async def adopt_entry(devices: Devices, store: CacheStore, offered: Offered, dev
                 elif isinstance(found, Miss):
                     made = await adoption.take(offered, found, None)
                     if isinstance(made, Refusal):
-                        return dataclasses.replace(found.outcome, reason=made.reason, detail=made.detail, save_failure=made)
+                        return msgspec.structs.replace(found.outcome, reason=made.reason, detail=made.detail, save_failure=made)
                     made[0].release()
                     return made[1]
                 return found.outcome

@@ -22,7 +22,6 @@ verifies what it loads, as always. It loads before the entry is published, so a 
 
 from __future__ import annotations
 
-import dataclasses
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -31,6 +30,7 @@ from enum import Enum
 from functools import partial
 
 import anyio
+import msgspec
 
 from aionn import trace
 from aionn.caching import CacheOutcome, CacheOutcomeKind, MissReason, Refusal
@@ -270,7 +270,7 @@ class _Making:
         if made is not None:
             return made
         # A key that no other process has: a driver keeps few records of one key, and other processes may compile the same model.
-        missed.wanted = dataclasses.replace(wanted, key=secrets.token_bytes(CACHE_TOKEN_BYTES))
+        missed.wanted = msgspec.structs.replace(wanted, key=secrets.token_bytes(CACHE_TOKEN_BYTES))
         offered = await self._from_worker(missed)
         if offered is None:
             return await self._in_driver(await self._serving())
@@ -310,7 +310,7 @@ class _Making:
         """Load the worker's artifact, then publish it if there is a publisher. Closes `offered`."""
         with offered:
             serving = await self._serving()  # which may have ended while the worker compiled
-            wanted = dataclasses.replace(missed.wanted, model_digest=self._model.token)
+            wanted = msgspec.structs.replace(missed.wanted, model_digest=self._model.token)
             adoption = Adoption(self._devices, missed.store, serving, self._options, wanted)
             with self._loading():
                 prepared = await adoption.load(offered, self._model)
@@ -328,6 +328,6 @@ class _Making:
         """Report why the cache does not have an artifact, if it does not."""
         if failure is not None and missed.store is not None:
             if self._first_miss is not None:
-                self._first_miss = dataclasses.replace(self._first_miss, save_failure=failure)
+                self._first_miss = msgspec.structs.replace(self._first_miss, save_failure=failure)
             missed.store.warn(failure)
             current.get().refused(missed.store.path, self._name, failure)

@@ -20,7 +20,6 @@ in time for the caller's answer, and the publishing of an entry goes on after a 
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import time
 from collections.abc import Sequence
@@ -29,6 +28,7 @@ from functools import partial
 
 import anyio
 import msgspec
+from msgspec.structs import replace
 
 from aionn import trace
 from aionn.caching import CacheOutcome, CacheOutcomeKind, KeyParts, MissReason, Refusal, Wanted, encoded_keys
@@ -84,11 +84,11 @@ class CompileRequest(msgspec.Struct, frozen=True):
 
     def of(self, model: Model, cache: CacheChoice | None, open_outputs: tuple[str, ...] = ()) -> CompileRequest:
         """Return the same for another model, or one step of the model, kept elsewhere."""
-        return msgspec.structs.replace(self, model=model, cache=cache, options=dataclasses.replace(self.options, open_outputs=open_outputs))
+        return replace(self, model=model, cache=cache, options=replace(self.options, open_outputs=open_outputs))
 
     def without_deadline(self, open_outputs: tuple[str, ...] = ()) -> CompileRequest:
         """Return the same for work that no caller waits for. `open_outputs`: as in `PrepareOptions`."""
-        return msgspec.structs.replace(self, options=dataclasses.replace(self.options, deadline_ns=None, open_outputs=open_outputs))
+        return replace(self, options=replace(self.options, deadline_ns=None, open_outputs=open_outputs))
 
     def left_s(self, share: float = 1.0) -> float | None:
         """Return that share of the seconds until the caller's deadline. Returns None without a deadline."""
@@ -98,7 +98,7 @@ class CompileRequest(msgspec.Struct, frozen=True):
     def ending_in(self, seconds: float) -> CompileRequest:
         """Return the same for an act that may take so long."""
         deadline_ns = time.monotonic_ns() + int(seconds * 1e9)
-        return msgspec.structs.replace(self, options=dataclasses.replace(self.options, deadline_ns=deadline_ns))
+        return replace(self, options=replace(self.options, deadline_ns=deadline_ns))
 
     def unkept(self, refusal: Refusal) -> str:
         """Return the sentence for an app that requires the cache, which does not keep the compilation. Returns an empty text for others."""
@@ -159,7 +159,7 @@ class UnsupportedOperationError(CompilationError):
 
 def bound(handles: CacheHandles, model_digest: bytes) -> CacheHandles:
     """Return the same files under the token by which a device knows them: the entry's key and a model's digest in one."""
-    return dataclasses.replace(handles, token=device_token(handles.token, model_digest))
+    return replace(handles, token=device_token(handles.token, model_digest))
 
 
 def wanted_of(remote: RemoteDevice, request: CompileRequest, token: bytes, operations: tuple[int, ...] | None) -> Wanted:
@@ -358,7 +358,7 @@ async def compile_and_publish(missed: Missed) -> tuple[RemotePreparedModel, Cach
     if publisher is None or store is None:
         return await compile_model(devices, remote, request), miss.outcome
     await read(devices, model, remote.name, digest=True)
-    publisher.wanted = dataclasses.replace(publisher.wanted, model_digest=model.token)
+    publisher.wanted = replace(publisher.wanted, model_digest=model.token)
     try:
         await check_supported(remote, model, options)
     except UnsupportedOperationError as error:
@@ -380,7 +380,7 @@ async def compile_and_publish(missed: Missed) -> tuple[RemotePreparedModel, Cach
             raise
     if failure is not None:
         store.warn(failure)
-    return prepared, dataclasses.replace(miss.outcome, save_failure=failure)
+    return prepared, replace(miss.outcome, save_failure=failure)
 
 
 async def _publish(missed: Missed, store: CacheStore, publisher: Publisher, declined: bool, compile_ns: int) -> Refusal | None:

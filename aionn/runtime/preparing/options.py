@@ -5,11 +5,11 @@ The option "custom_ops" and every `os.PathLike` value name a file. The file's co
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import os
 from collections.abc import Mapping, Sequence
 
+import msgspec
 from blake3 import blake3
 
 from aionn.errors import CallerError
@@ -52,7 +52,7 @@ async def with_options(devices: Devices, options: PrepareOptions, asked: object,
         plain = dict(_checked(device, option, value) for option, value in given.items())
         files = {option: str(value) for option, value in plain.items() if _is_path(option, given[option])}
         found[name] = EngineOptions(plain, await _digests(devices, files))
-    return dataclasses.replace(options, options=tuple(sorted(found.items())))
+    return msgspec.structs.replace(options, options=tuple(sorted(found.items())))
 
 
 def _mapping(what: str, value: object) -> Mapping[object, object]:

@@ -12,9 +12,10 @@ a new driver compiles the model. `compile_acts` has what is done in each case.
 
 from __future__ import annotations
 
-import dataclasses
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from aionn import trace
 from aionn.caching import CacheOutcome, CacheOutcomeKind, Refusal
@@ -128,7 +129,7 @@ async def _missed(missed: Missed) -> tuple[RemotePreparedModel, CacheOutcome]:
             return found
         if found.refusal is not None and missed.store is not None:
             current.get().refused(missed.store.path, remote.name, found.refusal)
-            miss.outcome = dataclasses.replace(miss.outcome, reason=found.refusal.reason, detail=found.refusal.detail)
+            miss.outcome = msgspec.structs.replace(miss.outcome, reason=found.refusal.reason, detail=found.refusal.detail)
         if remote.connection.ended_by is not None:  # the offer ended the driver
             missed.remote = await devices.get(remote.name, request.options.priority)
             if missed.remote.version != missed.wanted.device_version:

@@ -6,8 +6,9 @@ line. Another process that stores the entry at the same time goes first, and the
 
 from __future__ import annotations
 
-import dataclasses
 import logging
+
+import msgspec
 
 from aionn import trace
 from aionn.caching import MissReason, Refusal
@@ -42,7 +43,7 @@ async def _store(prepared: RemotePreparedModel, request: CompileRequest, cache: 
             logger.info("a better artifact of device %r is not stored now: there is no entry, or another process has it", device.name)
             return
         publisher = found.publisher
-        publisher.wanted = dataclasses.replace(publisher.wanted, model_digest=digest)
+        publisher.wanted = msgspec.structs.replace(publisher.wanted, model_digest=digest)
         outcome = await prepared.export_again(bound(publisher.handles, digest))
         if outcome == "saved":
             refusal = await publisher.publish()

@@ -23,8 +23,8 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from aionn.caching.export_folder import name_folder, remove_folder
 from aionn.caching.private_folder import user_state_directory
@@ -33,7 +33,6 @@ from aionn.errors import CallerError, DeviceUnavailableError
 from aionn.remote.orders import CONTROL_FD, COUNTER_FD, LEAVES_TEMPLATE, PAGE_FD, POOL_SIZES, SOCKET_FD, SPACES
 from aionn.runtime.processes.child import Output, output_pipe
 from aionn.runtime.processes.template import Template, end_child, end_unused, new_template, template_of_thread
-from aionn.sandbox.report import VARIABLE, checked_level
 from aionn.tasks import leave_in_child
 
 if TYPE_CHECKING:
@@ -52,15 +51,14 @@ KILL_S = 5.0
 """How long to wait for a killed process: the kernel may be busy freeing its memory. The process is then left to init."""
 
 
-@dataclass(frozen=True, slots=True)
-class Settings:
+class Settings(NamedTuple):
     """What is the same for all driver processes of a runtime.
 
     Attributes:
         state_dir: where drivers keep their records. If empty, the records are in the user's state directory.
         hang_s: as for `Runtime`.
         threads: the most engine threads of a driver process. 0 for as many as the CPUs that the process may use.
-        sandbox: how much confines a driver (`sandbox.report.LEVELS`, or "strict").
+        sandbox: how much confines a driver (as `checked_sandbox` returns it).
         environment: variables that drivers get beyond those that every driver gets.
         needs: by the name of a device what its sandbox must allow, in place of what the engine's package states.
         template: whether drivers may be copies of a template.
@@ -70,8 +68,8 @@ class Settings:
     hang_s: float | None = DEFAULT_HANG_S
     threads: int = 0
     sandbox: str = "off"
-    environment: Mapping[str, str] = field(default_factory=dict)
-    needs: Mapping[str, Needs] = field(default_factory=dict)
+    environment: Mapping[str, str] = MappingProxyType({})
+    needs: Mapping[str, Needs] = MappingProxyType({})
     template: bool = True
 
 
@@ -253,9 +251,9 @@ def _executed(arguments: list[str], environment: dict[str, str], theirs: tuple[i
 def _as_argument(needs: Needs | None) -> str:
     if needs is None:
         return ""
-    import json  # few apps give needs
+    import msgspec  # few apps give needs
 
-    return json.dumps(asdict(needs))
+    return msgspec.json.encode(needs).decode()
 
 
 _HUGE_PAGES = "glibc.malloc.hugetlb=1"
@@ -312,6 +310,12 @@ APP_PID = "AIONN_APP_PID"
 """The variable in the environment of a driver with the number of its app, as the app itself knows it."""
 
 _SET_BY_AIONN = frozenset((APP_PID, "PYTHONUNBUFFERED", "UV_USE_IO_URING"))
+
+SANDBOX = "AIONN_SANDBOX"
+"""The variable with the level of drivers, for an app that gives none to `Runtime(sandbox=)`."""
+
+_LEVELS = ("auto", "require", "off")
+"""What an app may ask for. "strict" is for tests, and only the environment can ask for it: a denied system call then ends the driver."""
 
 _NO_HOME = "/nonexistent"
 
@@ -404,15 +408,19 @@ def _is_encodable(text: str) -> bool:
 
 
 def checked_sandbox(sandbox: str | None) -> str:
-    """Return the level for `Runtime(sandbox=)`.
+    """Return the level for `Runtime(sandbox=)`. The environment's word counts where the app says nothing.
 
     Raises:
-        CallerError: there is no such level.
+        CallerError: one of them is not a level. The text says which.
     """
-    try:
-        return checked_level(sandbox, os.environ.get(VARIABLE))
-    except ValueError as error:
-        raise CallerError(str(error)) from None
+    if sandbox is not None:
+        if not isinstance(sandbox, str) or sandbox not in _LEVELS:
+            raise CallerError(f"sandbox={sandbox!r}: expected 'auto', 'require' or 'off'")
+        return sandbox
+    level = os.environ.get(SANDBOX) or "auto"
+    if level not in (*_LEVELS, "strict"):
+        raise CallerError(f"{SANDBOX}={level!r}: expected 'auto', 'require', 'off' or 'strict'")
+    return level
 
 
 EARLY_S = 10.0

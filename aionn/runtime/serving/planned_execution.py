@@ -30,8 +30,7 @@ Send = Callable[["PlannedExecution", int, Settled], Awaitable[Result]]
 """Sends the request of a step, and waits for its answer. It calls its last argument as `RemotePreparedModel.execute` says."""
 
 
-@dataclass(frozen=True, slots=True)
-class StepFailure(Result):
+class StepFailure(Result, frozen=True):
     """The answer of a plan one of whose steps has failed.
 
     Attributes:

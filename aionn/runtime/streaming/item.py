@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from aionn import trace
 from aionn.errors import DeadlineError
@@ -25,8 +26,7 @@ from aionn.tasks import Answer, running_loop
 _REASONS = {"replaced": DROPPED_REPLACED, "late": DROPPED_LATE, "rejected": DROPPED_REJECTED}
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Item:
+class Item(msgspec.Struct, frozen=True, eq=False):
     """One frame of a stream with a tag, yielded by a source of `Burst.map`.
 
     Attributes:

@@ -25,7 +25,6 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Awaitable, Collection, Coroutine, Iterable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol, TypeVar
 
 import anyio
@@ -68,8 +67,7 @@ class StreamOptions(msgspec.Struct, frozen=True):
     deadline_s: float | None
 
 
-@dataclass(frozen=True, slots=True)
-class StreamResult:
+class StreamResult(msgspec.Struct, frozen=True):
     """One frame's result.
 
     Attributes:
