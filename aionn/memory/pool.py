@@ -63,6 +63,7 @@ class Frame:
     """One piece of a region.
 
     Attributes:
+        pool: whose frame it is. Every frame of a pool has the same size.
         region: where it lies; `slot` is the region's name in the burst.
         offset: first byte in the region.
         pins: how many hold it.
@@ -73,22 +74,23 @@ class Frame:
         settled: gives one pin back. A request over this frame calls it when the request is settled.
     """
 
-    __slots__ = ("__weakref__", "_cut", "_data", "arrays", "bindings", "lent", "offset", "pins", "region", "settled", "slot")
+    __slots__ = ("__weakref__", "_cut", "_data", "arrays", "bindings", "lent", "offset", "pins", "pool", "region", "settled", "slot")
 
-    def __init__(self, region: Region, slot: int, offset: int, frame_bytes: int, unpin: Callable[[Frame, object], None]) -> None:
+    def __init__(self, pool: FramePool, region: Region, slot: int, offset: int) -> None:
+        self.pool = pool
         self.region = region
         self.slot = slot
         self.offset = offset
         # Neither an array nor a memoryview: over those, a view of one of our arrays would hold their memory instead of our
         # array, and `held` would not see the view. A ctypes array keeps the mapping as a memoryview does.
-        self._data: Any = (c_ubyte * frame_bytes).from_buffer(region.view(), offset)
+        self._data: Any = (c_ubyte * pool.frame_bytes).from_buffer(region.view(), offset)
         self.pins = 0
         self.lent = False
         self.arrays: dict[Any, dict[str, NDArray[Any]]] = {}
         self._cut: list[NDArray[Any]] = []  # all of `arrays`
         # A plain dictionary: the interpreter calls `get` of a subclass by a slower way, 3 % of a short round trip.
         self.bindings: dict[Any, Any] = {}
-        self.settled: Callable[[object], None] = partial(unpin, self)
+        self.settled: Callable[[object], None] = partial(pool.unpin, self)
 
     def cut(self, key: Any, places: Iterable[tuple[str, np.dtype[Any], tuple[int, ...], int]]) -> dict[str, NDArray[Any]]:
         """Return arrays over the frame at (name, dtype, shape, offset), which are the same objects each time for one `key`."""
@@ -318,7 +320,7 @@ class FramePool:
     def _cut(self, region: Region, slot: int) -> Iterator[Frame]:
         """Make the frames of a region when they are needed. A frame that the driver does not know yet is slower, so few are in use."""
         for offset in range(0, region.size_bytes - self.frame_bytes + 1, self.frame_bytes):
-            frame = Frame(region, slot, offset, self.frame_bytes, self.unpin)
+            frame = Frame(self, region, slot, offset)
             self._frames.append(frame)
             yield frame
 

@@ -15,7 +15,7 @@ import pytest
 import aionn
 from aionn.remote.fences import outcome_of
 from aionn.runtime.executing import fenced_plan
-from aionn.runtime.serving.step_requests import StepRequests
+from aionn.runtime.serving.planned_execution import PlannedExecution
 from aionn.testing import FakeDevice
 from tests.leaks import leak_check
 from tests.runtime.partial_engines import LeftFake, RightFake
@@ -81,14 +81,32 @@ async def test_an_apps_memory_and_another_compilation_are_part_of_the_chain(chai
         assert len(chains) == 1
 
 
-async def test_a_tensor_of_unknown_shape_lets_the_plan_run_in_the_app(chains: list[int]) -> None:
+async def test_a_tensor_of_unknown_shape_lets_its_reader_wait_for_the_answer(chains: list[int]) -> None:
     async with leak_check(), compiled(filtering(), REF, ORT) as (_, compilation):
         for seed in range(3):
             x = numbers((20 + seed,), seed)
             outputs = await compilation.start({"x": x})
             np.testing.assert_array_equal(outputs["end"], -2 * x[x > 0])
             del outputs
-    assert chains == []
+    assert len(chains) >= 3
+
+
+async def test_a_plan_with_a_tensor_of_unknown_shape_waits_in_its_drivers_and_signals_its_event(gate: int) -> None:
+    x = numbers((20,), 1)
+    async with leak_check(), compiled(filtering(), REF, ORT) as (_, compilation):
+        event = compilation.start({"x": x}, after=(gate,))
+        dependent = compilation.start({"x": x}, after=(event,))
+        cancelled = compilation.start({"x": x}, after=(gate,))
+        cancelled.cancel()
+        os.eventfd_write(gate, 1)
+        np.testing.assert_array_equal((await dependent)["end"], -2 * x[x > 0])
+        np.testing.assert_array_equal((await event)["end"], -2 * x[x > 0])
+        timed = compilation.start({"x": x}, measure_timing=True)
+        timing = (await timed).timing
+        assert timing is not None
+        assert timed.since_launch is not None
+        assert timing.in_driver_us <= timed.since_launch.in_driver_us < 10_000_000
+        del event, dependent, cancelled, timed
 
 
 async def test_the_time_is_the_sum_of_the_steps(chains: list[int]) -> None:
@@ -177,27 +195,18 @@ async def test_many_starts_share_the_memory_of_few(chains: list[int]) -> None:
         assert len(chains) == 100
 
 
-async def test_a_shape_that_no_declaration_told_runs_again_in_the_app(chains: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_shape_that_no_declaration_told_runs_again(chains: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """The chain is made to believe a shape that the boundary tensor does not have."""
-    asked = StepRequests._asked_shape
-    expecting = False
+    asked, expect = PlannedExecution._asked_shape, PlannedExecution.expect
 
-    def believed(requests: StepRequests, name: str) -> tuple[int, ...] | None:
-        return asked(requests, name) or ((3,) if expecting else None)
+    def believing(planned: PlannedExecution, number: int) -> None:
+        with monkeypatch.context() as patched:
+            patched.setattr(PlannedExecution, "_asked_shape", lambda planned, name: asked(planned, name) or (3,))
+            expect(planned, number)
 
-    def expect(requests: StepRequests) -> bool:
-        nonlocal expecting
-        expecting = True
-        try:
-            return _expect(requests)
-        finally:
-            expecting = False
-
-    _expect = StepRequests.expect
-    monkeypatch.setattr(StepRequests, "_asked_shape", believed)
-    monkeypatch.setattr(StepRequests, "expect", expect)
+    monkeypatch.setattr(PlannedExecution, "expect", believing)
     async with leak_check(), compiled(filtering(), REF, ORT) as (_, compilation):
         outputs = await compilation.start({"x": np.array([1, -1, 2, -2], np.float32)})
         np.testing.assert_array_equal(outputs["end"], [-2, -4])
         del outputs
-    assert len(chains) == 1
+    assert len(chains) == 2

@@ -98,7 +98,7 @@ async def test_a_boundary_tensor_of_unknown_shape_gets_more_room_when_it_needs_i
     async with compiled(filtering(), REF, ORT) as (_, compilation):
         plan = plan_of(compilation)
         for path in (compilation.compute, lambda inputs: over_control_calls(compilation, inputs)):
-            plan.planned.layouts._layouts.clear()
+            plan._layouts._layouts.clear()
             with trace.record() as recording:
                 same(await path({"x": few}), {"end": -2 * few[:3]})
                 for _ in range(3):
@@ -119,27 +119,13 @@ async def test_a_main_output_without_room_ends_the_execution_at_once_with_the_sh
             request = Request(tuple(places), (short, RequestArgument(DataLocation(0, 256, 60), (3, 5))))
             settled: list[Result | None] = []
             with trace.record() as recording:
-                result = await plan.execute(request, [region], settled=settled.append)
+                planned = plan.execution(((3, 5), (3, 5), None, (3, 5)), 512, request, [region], CallOptions())
+                result = await planned.run(planned.execute, settled.append, check=True)
         assert result.status is ErrorStatus.OUTPUT_INSUFFICIENT_SIZE
         assert result.output_shapes == (OutputShape((3, 5), False), OutputShape((3, 5), True))
         assert result.message.startswith(f"step 2 of 4, on device {ORT!r}: ")
         assert settled == [result]
         assert [event.attributes["step"] for event in recording.spans if event.name == "plan.step"] == [0, 1], "later steps do not run"
-
-
-async def test_an_output_that_the_request_omits_is_made_for_the_steps_that_read_it() -> None:
-    async with compiled(woven((3, 5)), REF, ORT) as (_, compilation):
-        plan = plan_of(compilation)
-        x, y = numbers((3, 5), 1), numbers((3, 5), 2)
-        with closing(Region.allocate(4096)) as region:
-            for offset, array in ((0, x), (64, y)):
-                np.frombuffer(region.view(), np.float32, 15, offset)[:] = array.reshape(-1)
-            places = tuple(RequestArgument(DataLocation(0, offset, 60), (3, 5)) for offset in (0, 64, 128))
-            omitted = RequestArgument(DataLocation(0, 0, 0), (), has_no_value=True)
-            result = await plan.execute(Request(places[:2], (omitted, places[2])), [region])
-            assert result == Result(ErrorStatus.NONE)
-            end = np.frombuffer(region.view(), np.float32, 15, 128).reshape(3, 5).copy()
-        np.testing.assert_array_equal(end, woven_outputs(x, y)["end"])
 
 
 async def test_an_output_over_an_input_is_refused_although_no_step_sees_both() -> None:
@@ -225,7 +211,7 @@ async def test_a_driver_that_dies_in_a_step_ends_the_call_with_its_name_and_the_
 
 @pytest.mark.parametrize("path", ["burst", "compute", "control"])
 async def test_a_caller_that_is_cancelled_in_a_step_leaves_no_memory_behind_and_changes_no_other_result(path: str) -> None:
-    """The hung step goes on after its caller has left, and its boundary memory is not used by anyone until it has answered."""
+    """The hung step goes on after its caller has left, and no one uses the frame until it has answered."""
     first, second = numbers((1, 16), 1), numbers((1, 16), 2)
     with FakeDevice(LeftFake) as left, FakeDevice(RightFake) as right:
         async with compiled(chain(("left", "right", "left")), LEFT, RIGHT) as (_, compilation), compilation.burst() as burst:
@@ -235,21 +221,23 @@ async def test_a_caller_that_is_cancelled_in_a_step_leaves_no_memory_behind_and_
                 "control": partial(over_control_calls, compilation),
             }
             compute = computes[path]
-            memory = plan_of(compilation).planned.memory
             await compute({"input": first})
+            kept = compilation._parts.kept
+            own = {"burst": burst._connection, "compute": kept.connection}.get(path)
+            executor = kept._large if own is None else own.executor
+            assert executor is not None
             for fake in (left, right):
-                free = len(memory._free)
                 fake.hang("run")
                 async with anyio.create_task_group() as tasks:
                     tasks.start_soon(partial(compute, {"input": first}))
                     await fake.heard("run")
                     tasks.cancel_scope.cancel()
-                assert len(memory._free) == free - 1, "a driver may still write there"
+                assert executor.frames.count()["pinned_frames"] == 1, "a driver may still write there"
                 fake.behave()
                 for _ in range(3):
                     np.testing.assert_array_equal((await compute({"input": second}))["output"], second)
-                assert len(memory._free) in (free, free + 1)
                 await serving_of(compilation).wait_idle()
+                assert executor.frames.count()["pinned_frames"] == 0
 
 
 async def test_a_hundred_concurrent_calls_with_cancelled_ones_among_them_give_their_own_results() -> None:
@@ -269,9 +257,6 @@ async def test_a_hundred_concurrent_calls_with_cancelled_ones_among_them_give_th
                     tasks.start_soon(one, number)
             assert len(done) >= 80
         await burst._connection.wait_idle()
-        memory = plan_of(compilation).planned.memory
         with anyio.fail_after(30):
             await serving_of(compilation).wait_idle()
-        assert 1 <= len(memory._free) <= 16
-        free = list(memory._free)
-        assert len({id(region) for region in free}) == len(free)
+        assert burst._executor.frames.count()["pinned_frames"] == 0

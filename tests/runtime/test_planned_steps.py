@@ -14,9 +14,10 @@ import pytest
 import aionn
 from aionn.graph.steps import Step
 from aionn.hal import DataLocation, ErrorStatus, Operand, OperandType, OutputShape, Request, RequestArgument, Result, Timing
+from aionn.hal.options import CallOptions
 from aionn.memory.region import Region
 from aionn.remote.device import RemotePreparedModel
-from aionn.runtime.serving.boundaries import BoundaryLayout, BoundaryMemory
+from aionn.runtime.serving.boundaries import BoundaryLayout
 from aionn.runtime.serving.planned_execution import StepFailure
 from aionn.runtime.serving.planned_model import PlannedModel, PlannedStep
 from aionn.runtime.serving.wiring import Boundary
@@ -24,6 +25,9 @@ from aionn.runtime.serving.wiring import Boundary
 pytestmark = pytest.mark.anyio
 
 DONE = Result(ErrorStatus.NONE)
+SHORT = Result(ErrorStatus.OUTPUT_INSUFFICIENT_SIZE)
+BETWEEN = 4096
+"""Where the tensors between the steps begin."""
 
 
 class Scripted:
@@ -102,21 +106,34 @@ def three(middle: Operand | None = None) -> tuple[PlannedModel, list[Scripted]]:
 
 
 def request(*, room: int = 16) -> tuple[Request, Region]:
-    region = Region.allocate(4096)
+    region = Region.allocate(BETWEEN + 2**20)
     np.frombuffer(region.view(), np.float32, 4)[:] = (1, 2, 3, 4)
     arguments = RequestArgument(DataLocation(0, 0, 16), (4,)), RequestArgument(DataLocation(0, 64, room), ())
     return Request((arguments[0],), (arguments[1],)), region
+
+
+async def run(
+    plan: PlannedModel,
+    whole: Request,
+    region: Region,
+    *,
+    measure_timing: bool = False,
+    deadline_ns: int | None = None,
+    settled: Callable[[Result | None], None] = lambda result: None,
+) -> Result:
+    """Run all steps as an execution does over control calls."""
+    planned = plan.execution(((4,), (4,)), BETWEEN, whole, [region], CallOptions(measure_timing, deadline_ns))
+    return await planned.run(planned.execute, settled, check=True)
 
 
 async def test_steps_run_in_order_over_the_same_pools() -> None:
     plan, devices = three()
     whole, region = request()
     settled: list[Result | None] = []
-    assert await plan.execute(whole, [region], settled=settled.append) == DONE
+    assert await run(plan, whole, region, settled=settled.append) == DONE
     assert list(np.frombuffer(region.view(), np.float32, 4, 64)) == [4, 5, 6, 7]
     assert settled == [DONE]
     assert [len(device.seen) for device in devices] == [1, 1, 1]
-    assert len(plan.planned.memory._free) == 1
 
 
 async def test_a_deadline_is_looked_at_between_two_steps() -> None:
@@ -129,7 +146,7 @@ async def test_a_deadline_is_looked_at_between_two_steps() -> None:
 
     devices[0].run = late  # type: ignore[method-assign]
     deadline_ns = time.monotonic_ns() + 1_000_000
-    result = await plan.execute(whole, [region], deadline_ns=deadline_ns)
+    result = await run(plan, whole, region, deadline_ns=deadline_ns)
     assert result.status is ErrorStatus.MISSED_DEADLINE_TRANSIENT
     assert result.message == "step 2 of 3, on device 'b': the deadline had passed before the step began"
     assert [len(device.seen) for device in devices] == [1, 0, 0]
@@ -151,37 +168,38 @@ async def test_a_step_whose_answer_contradicts_its_request_fails_with_its_name(a
     plan, devices = three()
     whole, region = request()
     devices[1].answers = [answer] * 5
-    result = await plan.execute(whole, [region])
+    result = await run(plan, whole, region)
     assert isinstance(result, StepFailure)
     assert (result.step, result.status) == (1, ErrorStatus.GENERAL_FAILURE)
     assert "step 2 of 3, on device 'b': the driver's answer contradicts the request" in result.message
     assert len(devices[1].seen) == 1
-    assert len(plan.planned.memory._free) == 1
 
 
 async def test_an_open_boundary_tensor_without_a_shape_in_the_answer_fails() -> None:
     plan, _ = three(Operand(OperandType.FLOAT32, (0,)))
     whole, region = request()
-    result = await plan.execute(whole, [region])
+    result = await run(plan, whole, region)
     assert "no shape came for output 't'" in result.message
 
 
-async def test_a_boundary_tensor_that_grows_from_run_to_run_gets_twice_its_size_and_its_step_alone_runs_again() -> None:
+async def test_a_boundary_tensor_that_grows_from_run_to_run_gets_twice_its_size_and_the_plan_runs_again() -> None:
     plan, devices = three(Operand(OperandType.FLOAT32, (0,)))
     whole, region = request()
     short = Result(ErrorStatus.OUTPUT_INSUFFICIENT_SIZE, (OutputShape((5000,), False),), message="short")
     devices[0].answers = [short, Result(ErrorStatus.NONE, (OutputShape((5000,)),))]
     devices[0].run = lambda request, pools: None  # type: ignore[method-assign]
-    assert (await plan.execute(whole, [region])).status is ErrorStatus.NONE
+    assert await run(plan, whole, region) == SHORT
+    assert (await run(plan, whole, region)).status is ErrorStatus.NONE
     assert [len(device.seen) for device in devices] == [2, 1, 1]
     assert devices[1].seen[0].inputs[0].dimensions == (5000,)
     assert devices[1].seen[0].inputs[0].location.length == 20_000
-    (layout,) = plan.planned.layouts._layouts.values()
+    (layout,) = plan._layouts._layouts.values()
     assert layout.places["t"][1] == 20_480
     grown = OutputShape((8000,), False)
     devices[0].answers = [Result(short.status, (grown,)), Result(ErrorStatus.NONE, (OutputShape((8000,)),))]
-    assert (await plan.execute(whole, [region])).status is ErrorStatus.NONE
-    (layout,) = plan.planned.layouts._layouts.values()
+    assert await run(plan, whole, region) == SHORT
+    assert (await run(plan, whole, region)).status is ErrorStatus.NONE
+    (layout,) = plan._layouts._layouts.values()
     assert layout.places["t"][1] == 64_000, "each retry costs a run"
 
 
@@ -190,7 +208,7 @@ async def test_a_boundary_tensor_of_another_shape_than_declared_is_not_believed_
     whole, region = request()
     devices[0].answers = [Result(ErrorStatus.NONE, (OutputShape((2,)),)), Result(ErrorStatus.NONE, (OutputShape((2,)),))]
     for seen in range(2):
-        await plan.execute(whole, [region])
+        await run(plan, whole, region)
         assert devices[1].seen[seen].inputs[0].dimensions == (2,)
     assert devices[0].seen[0].outputs[0].dimensions == (4,)
     assert devices[0].seen[1].outputs[0].dimensions == (), "left open"
@@ -201,7 +219,7 @@ async def test_an_empty_boundary_tensor_is_handed_over() -> None:
     whole, region = request()
     devices[0].answers = [Result(ErrorStatus.NONE, (OutputShape((0,)),))]
     devices[0].run = devices[1].run = lambda request, pools: None  # type: ignore[method-assign]
-    assert (await plan.execute(whole, [region])).status is ErrorStatus.NONE
+    assert (await run(plan, whole, region)).status is ErrorStatus.NONE
     assert (devices[1].seen[0].inputs[0].dimensions, devices[1].seen[0].inputs[0].location.length) == ((0,), 0)
 
 
@@ -212,14 +230,13 @@ async def test_memory_comes_back_when_the_driver_has_answered_and_not_when_the_c
     settled: list[Result | None] = []
     devices[step].waits = anyio.Event()
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(lambda: plan.execute(whole, [region], settled=settled.append))
+        tasks.start_soon(lambda: run(plan, whole, region, settled=settled.append))
         await anyio.wait_all_tasks_blocked()
         tasks.cancel_scope.cancel()
     assert devices[step].left == 1
-    assert (settled, plan.planned.memory._free) == ([], [])
+    assert settled == [], "the driver may still write into the frame"
     devices[step].settle(DONE)
     assert settled == [DONE if step == 2 else None], "an execution whose caller has left runs no further step"
-    assert len(plan.planned.memory._free) == 1
     assert [len(device.seen) for device in devices] == [1] * (step + 1) + [0] * (2 - step)
 
 
@@ -228,10 +245,10 @@ async def test_the_time_is_the_sum_and_unknown_where_one_step_cannot_say_it() ->
     whole, region = request()
     for device, timing in zip(devices, (Timing(1, 10), Timing(2, 20), Timing(4, 40)), strict=True):
         device.answers = [Result(ErrorStatus.NONE, timing=timing)]
-    assert (await plan.execute(whole, [region], True)).timing == Timing(7, 70)
+    assert (await run(plan, whole, region, measure_timing=True)).timing == Timing(7, 70)
     for device, timing in zip(devices, (Timing(1, 10), Timing(in_driver_us=20), Timing(4, 40)), strict=True):
         device.answers = [Result(ErrorStatus.NONE, timing=timing)]
-    assert (await plan.execute(whole, [region], True)).timing == Timing(in_driver_us=70)
+    assert (await run(plan, whole, region, measure_timing=True)).timing == Timing(in_driver_us=70)
 
 
 async def test_steps_that_do_not_fit_together_are_refused() -> None:
@@ -250,18 +267,3 @@ def test_boundary_tensors_that_are_never_needed_at_once_share_bytes() -> None:
             if one is not other and one.made <= other.read and other.made <= one.read:
                 begin, end = layout.places[one.name][0], layout.places[other.name][0]
                 assert abs(begin - end) >= 4096
-
-
-def test_free_boundary_memory_is_bounded() -> None:
-    memory = BoundaryMemory()
-    for size_bytes, kept in ((4096, 16), (2**25, 4)):
-        leased = [memory.lease(size_bytes) for _ in range(40)]
-        assert len({id(region) for region in leased}) == 40
-        for region in leased:
-            memory.give_back(region)
-        assert len([region for region in memory._free if region.size_bytes >= size_bytes]) <= kept
-    memory.close()
-    assert memory._free == []
-    late = memory.lease(1)
-    memory.give_back(late)
-    assert late.closed

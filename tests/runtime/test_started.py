@@ -528,37 +528,6 @@ async def test_a_started_execution_waits_for_a_swap_and_counts_as_use(fake: Fake
         assert compiled.use.executions == used + 1
 
 
-async def test_a_plan_waits_in_the_app_and_signals_its_event(fake: FakeDevice, gate: int) -> None:
-    """What is prepared without fenced executions of its own: here a step that hides them."""
-
-    class Plan:
-        def __init__(self, prepared: Any) -> None:
-            self._prepared = prepared
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self._prepared, name)
-
-    async with aionn.Runtime() as runtime:
-        compilation = await runtime.compile(model(), devices=(fake.name,))
-        serving = parts_of(compilation).compiled.serving
-        assert serving is not None
-        serving.prepared = Plan(serving.prepared)  # type: ignore[assignment]
-        event = compilation.start({"x": X}, after=(gate,))
-        dependent = compilation.start({"x": X}, after=(event,))
-        cancelled = compilation.start({"x": X}, after=(gate,))
-        cancelled.cancel()
-        os.eventfd_write(gate, 1)
-        np.testing.assert_array_equal((await dependent)["y"], X)
-        np.testing.assert_array_equal((await event)["y"], X)
-        fake.fail("on purpose")
-        failing = compilation.start({"x": X})
-        after_it = compilation.start({"x": X}, after=(failing,))
-        with pytest.raises(aionn.ExecutionError, match="on purpose"):
-            await failing
-        with pytest.raises(aionn.ExecutionError, match=failing.name):
-            await after_it
-
-
 async def test_device_memory_lost_with_the_driver_is_named(gate: int) -> None:
     with FakeDevice(SecondFakeEngine) as second:
         async with aionn.Runtime() as runtime:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 
 from aionn import trace
+from aionn.remote.device import RemotePreparedModel
 from aionn.runtime.executing.execution import Execution
 from aionn.runtime.preparing.renewal import Renewal
 from aionn.runtime.serving.serving import Serving
@@ -27,17 +28,21 @@ class ControlChannel:
 
     async def send(self, execution: Execution) -> None:
         """Send one request over the control socket; see `Channel`."""
-        options = execution.call.options
-        try:
-            request, pools = execution.request()
-        except BaseException:
-            execution.answered(None)
-            raise
+        options, serving, prepared = execution.call.options, self.serving, self.serving.prepared
         if self._counted:
-            self.serving.use.count()
-        entered = self.serving.entered(execution.answered, estimated=self._estimated)
-        with trace.span("compute", device=self.serving.device, stage=self.serving.stage):
-            await self.serving.prepared.execute(request, pools, options.measure_timing, options.deadline_ns, entered)
+            serving.use.count()
+        settled = serving.entered(execution.answered, estimated=self._estimated)
+        try:
+            if isinstance(prepared, RemotePreparedModel):
+                sending = prepared.execute(*execution.request(), options.measure_timing, options.deadline_ns, settled)
+            else:
+                planned = execution.planned(prepared)
+                sending = planned.run(planned.execute, settled, check=execution.placement is not None)
+        except BaseException:
+            settled(None)
+            raise
+        with trace.span("compute", device=serving.device, stage=serving.stage):
+            await sending
 
 
 def control_route(renewal: Renewal, *, counted: bool = True) -> Callable[[int | None], Awaitable[ControlChannel]]:

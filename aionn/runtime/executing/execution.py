@@ -35,7 +35,7 @@ from aionn.memory.pool import Frame, FramePool, FramesInFlightError
 from aionn.memory.region import Region
 from aionn.pages.app_layout import COMPUTED, COPIED_BYTES, FAILED, FELL_BACK
 from aionn.pages.app_page import BurstSlot
-from aionn.remote.device import RemoteBuffer
+from aionn.remote.device import RemoteBuffer, RemotePreparedModel
 from aionn.runtime.executing.arguments import Arguments, failure_of
 from aionn.runtime.executing.counted import Shown, count_end
 from aionn.runtime.executing.device_buffers import lost_with
@@ -49,6 +49,7 @@ from aionn.runtime.serving.serving import Serving
 from aionn.tasks import ending_by
 
 if TYPE_CHECKING:
+    from aionn.runtime.serving.planned_execution import PlannedExecution
     from aionn.runtime.serving.planned_model import Prepared
 
 _NONE = ErrorStatus.NONE
@@ -180,6 +181,7 @@ class Execution:
     """
 
     __slots__ = (
+        "_planned",
         "_room",
         "_route",
         "_spare",
@@ -208,6 +210,7 @@ class Execution:
         self.placement: Placement | None = None
         self.result: Result | None = None
         self.failed: Result | None = None
+        self._planned: PlannedExecution | None = None
         self._room: FrameLayout | None = None  # the layout that the next frame must have
         self._spare: tuple[FramePool, Frame] | None = None  # a frame that was waited for, until it is used
 
@@ -266,12 +269,13 @@ class Execution:
                     await compiled.sampling.take_placed(call.inputs, call.placed)
                 states = states_of(call.placed, call.outputs)
                 channel = await self.choose(states)
-                self.hold(*self.placed(channel.serving.model, channel.serving.prepared, states), self._lease)
+                serving = channel.serving
+                self.hold(serving, *self.placed(serving.model, serving.prepared, states), self._lease)
             else:
                 if self._room is None and call.own is None:  # a wrong call connects to no driver
                     self._room = executor.arguments.layout(executor.arguments.shapes_of(call.inputs))
                 channel = self.channel = await self._route(call.options.deadline_ns)
-                self.hold(None, {}, self._lease)
+                self.hold(channel.serving, None, {}, self._lease)
                 if compiled is not None and compiled.sampling is not None:
                     compiled.sampling.take(call.inputs)
         except FramesInFlightError as crowded:
@@ -367,10 +371,17 @@ class Execution:
             self.channel = None
             del self._route, self.call, self.executor
 
-    def hold(self, placement: Placement | None, shapes: Mapping[str, tuple[int, ...]], lease: Callable[[FramePool], Frame]) -> None:
+    def hold(
+        self,
+        serving: Serving | None,
+        placement: Placement | None,
+        shapes: Mapping[str, tuple[int, ...]],
+        lease: Callable[[FramePool], Frame],
+    ) -> None:
         """Take over what was placed, and copy the arrays into a frame.
 
         Args:
+            serving: what will run, if that is known.
             placement: of the arguments that lie elsewhere, if there are any. shapes: of the inputs among them.
 
         Raises:
@@ -378,16 +389,20 @@ class Execution:
         """
         call, executor = self.call, self.executor
         self._act(PLACE)
-        self.placement, self.result = placement, None
-        if call.own is not None and self._room is None:
-            self.layout, frame = call.own
+        self.placement, self.result, self._planned = placement, None, None
+        own = call.own if self._room is None else None
+        if own is not None:
+            layout = own[0]
             if shapes:
-                check_frame(self.layout, shapes)
-            frame.pins += 1
-            self.frame = frame
+                check_frame(layout, shapes)
         else:
-            layout = self.layout = self._room or executor.arguments.layout(executor.arguments.shapes_of(call.inputs, shapes))
-            self.frame = lease(executor.frames.pool(layout))
+            layout = self._room or executor.arguments.layout(executor.arguments.shapes_of(call.inputs, shapes))
+        self.layout, between = layout, between_bytes(serving, layout)
+        if own is not None and layout.frame_bytes + between <= own[1].pool.frame_bytes:
+            own[1].pins += 1
+            self.frame = own[1]
+        else:
+            self.frame = lease(executor.frames.pool(layout, between))
             executor.counts.add(COPIED_BYTES, fill(self.frame, layout, call.inputs, placement.inputs if placement is not None else ()))
 
     @property
@@ -403,15 +418,25 @@ class Execution:
             return self.layout.request(frame.offset), [frame.region]
         return placement.request(self.layout, frame.offset), [frame.region, *placement.pools]
 
+    def planned(self, plan: Prepared) -> PlannedExecution:
+        """Return the same execution as its steps on several devices. What it holds has its place."""
+        assert not isinstance(plan, RemotePreparedModel)
+        layout = self.layout
+        self._planned = plan.execution(layout.shapes, self.lent.offset + layout.frame_bytes, *self.request(), self.call.options)
+        return self._planned
+
     def answered(self, result: Result | None) -> None:
         """Note the driver's answer, or that none will come (None). A channel calls this once."""
         self.result = result
         self._act(ANSWER)
 
     def widen(self) -> bool:
-        """Return whether the outputs had too little room, and the next frame has enough."""
+        """Return whether the outputs, or the tensors between two steps, had too little room, and the next frame has enough."""
         result, layout, arguments = self.result, self.layout, self.executor.arguments
         assert result is not None
+        if self._planned is not None and self._planned.again:
+            self._room = layout
+            return True
         if not arguments.may_retry(layout, result, self.placement.outputs if self.placement is not None else ()):
             return False
         self._room = arguments.widen(tuple(shape for _, _, shape, _ in layout.inputs), result.output_shapes)
@@ -430,11 +455,17 @@ class Execution:
         if shapes:
             self.layout = executor.arguments.fit(layout, shapes)
             if self.layout is not layout:
-                executor.frames.outgrown(layout)
+                executor.frames.outgrown(frame.pool)
         arrays = layout.outputs_in(frame, shapes, call.outputs)
-        if executor.frames.waiting and executor.frames.pool(layout).crowded:
+        if frame.pool.crowded:
             arrays = {name: array.copy() for name, array in arrays.items()}
         outputs = Outputs(arrays, serving.stage, result.timing if call.options.measure_timing else None)
         if self.placement is not None and self.placement.held:
             outputs.update(self.placement.arrays(serving.model, result))
         return outputs
+
+
+def between_bytes(serving: Serving | None, layout: FrameLayout) -> int:
+    """Return the room in a frame for the tensors between the steps of a plan. Only a plan has such tensors."""
+    prepared = None if serving is None else serving.prepared
+    return 0 if prepared is None or isinstance(prepared, RemotePreparedModel) else prepared.between_bytes(layout.shapes)

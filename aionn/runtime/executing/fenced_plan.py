@@ -1,16 +1,17 @@
-"""`FencedPlan`: a started execution of a plan. All its steps are sent at once, and each waits for the fence of the step before.
+"""`FencedPlan`: a started execution of a plan. No task waits for its steps.
 
-So the app's loop has no part between the steps. That needs the shape of every tensor between them beforehand: the model declares them, or
-an execution with the same input shapes has shown them. A step whose tensors come out in other shapes ends the chain. The plan then runs
-once more, step by step in the app's loop, which learns the shapes (`PlannedExecution`). The steps of a chain leave nothing behind but
-their outputs, because a chain takes no device memory.
+A step is sent as soon as the shapes of its inputs are known, and waits in its driver for the fence of the step before. The model declares
+these shapes, or an execution with the same input shapes has shown them. So mostly all steps are sent at once, and the app's loop has no
+part between them. A step that reads a tensor of unknown shape is sent when the step before it has answered.
+
+A later step may have been sent for a shape that its tensor does not have. The plan runs again then, and each step waits for the answer of
+the one before.
 
 Invariants
     The fence of the last step is the event's. The fences in between belong to the chain. Each is signalled by its driver, or here where
     its driver will not do it.
-    A step may have run on a tensor whose shape was not as expected. Then the whole answer is thrown away.
-    The boundary memory is given back when every step has been answered, or its driver has ended.
-    `answered` is called once, after that.
+    `answered` is called once, when every step that was sent has been answered, or its driver has ended.
+    After `stop` no step is sent, so the fence of the event is not used any more.
 """
 
 from __future__ import annotations
@@ -18,94 +19,100 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
-from aionn.hal.options import CallOptions
-from aionn.hal.types import Dependency, ErrorStatus, FencedResult, Request
+from aionn.errors import CallerError
+from aionn.hal.types import Dependency, ErrorStatus, FencedResult, Request, Timing
 from aionn.remote.device import Fenced, Found, RemoteBuffer
 from aionn.remote.fences import as_asked, signal_fence
 from aionn.runtime.executing.event import new_fence
-from aionn.runtime.serving.planned_execution import PlannedExecution
-from aionn.runtime.serving.planned_model import PlannedModel
-
-Answered = Callable[[Found], None]
-
-
-def start_plan(
-    plan: Any, fenced: Fenced, options: CallOptions, answered: Answered, in_app: Callable[[], None]
-) -> Callable[[], None] | None:
-    """Send all steps of an execution. Returns what ends their waits, or None if the plan must run in the app's loop.
-
-    Args:
-        plan: what is prepared. Only a `PlannedModel` has steps to send.
-        fenced: the whole request. Its descriptors are lent for this call only.
-        in_app: runs the execution step by step, without its dependencies, and calls `answered`.
-
-    Raises:
-        MemoryAllocationError: there is no memory for the boundary tensors, or no descriptor. Nothing was sent.
-    """
-    if not isinstance(plan, PlannedModel) or any(isinstance(pool, RemoteBuffer) for pool in fenced.pools):
-        return None
-    execution = plan.execution(fenced.request, fenced.pools, options, None)  # type: ignore[arg-type]
-    if not execution.requests.expect() or execution.requests.refusal() is not None:
-        return None
-    chain = FencedPlan(plan, execution, answered, in_app)
-    chain.send(fenced)
-    return chain.stop
+from aionn.runtime.serving.planned_execution import PlannedExecution, sum_of
 
 
 class FencedPlan:
     """The steps of one started execution."""
 
-    def __init__(self, plan: PlannedModel, execution: PlannedExecution, answered: Answered, in_app: Callable[[], None]) -> None:
-        self._steps = plan.steps
-        self._execution = execution
+    def __init__(self, planned: PlannedExecution, fenced: Fenced, answered: Callable[[Found], None], *, expects: bool) -> None:
+        """
+        Args:
+            fenced: the whole request.
+            expects: whether a step is sent for the shapes that the step before is asked for. With device memory none is, because its
+                driver looks at what the memory holds when the request comes.
+        """
+        self._planned = planned
+        self._fenced = fenced
         self._answered = answered
-        self._in_app = in_app
+        self._expects = expects and not any(isinstance(pool, RemoteBuffer) for pool in fenced.pools)
         self._asked: list[Request] = []
         self._found: dict[int, Found] = {}
         self._fences: list[int] = []
         self._stops: list[Callable[[], None]] = []
-        self._sent = 0
+        self._stopped = False
+        self._taken = 0
+        self._launched: list[Timing] = []  # of the steps after which the app sent the next one, and of the last
+        self._outcome: Found | None = None
 
-    def send(self, fenced: Fenced) -> None:
-        """Send every step. An error after the first one was sent is its answer. Answers come later, in the loop."""
-        steps, execution = self._steps, self._execution
-        execution.begin()
+    def send(self) -> None:
+        """Send the first step, and those after it that can be sent. An error after the first one is the answer, which comes later.
+
+        Raises:
+            AionnError: nothing was sent.
+        """
         try:
-            for _ in steps[:-1]:
-                self._fences.append(new_fence())
-            for number, step in enumerate(steps):
-                request, pools = execution.requests.split(number)
-                self._asked.append(request)
-                after = fenced.after if not number else [Dependency(self._fences[number - 1], is_event=True)]
-                fence = fenced.fence if number == len(steps) - 1 else self._fences[number]
-                own = Fenced(request, pools, after, fence)
-                stop = step.prepared.start_fenced(own, execution.options, partial(self._settled, number))
-                self._stops.append(stop)
-                self._sent = number + 1
-        except BaseException as error:
-            if not self._sent or not isinstance(error, Exception):
-                self._end()
-                raise
-            for number in range(self._sent, len(steps)):
-                self._found[number] = error
+            self._send()
+        except BaseException:
+            self._close()
+            raise
+        self._go_on()
+
+    def _send(self) -> None:
+        """Send the next step."""
+        planned, number = self._planned, len(self._stops)
+        request, pools = planned.request(number)
+        after = self._fenced.after if not number else ()
+        if number > self._taken:
+            after = (Dependency(self._fences[-1], is_event=True),)
+        fence = self._fenced.fence
+        if number < planned.steps - 1:
+            fence = new_fence()
+            self._fences.append(fence)
+        self._asked.append(request)
+        start = planned.prepared(number).start_fenced
+        self._stops.append(start(Fenced(request, pools, after, fence), planned.options, partial(self._settled, number)))
+        if self._expects:
+            planned.expect(number)
+
+    def _go_on(self) -> None:
+        """Send the steps that can be sent now."""
+        try:
+            while self._outcome is None and len(self._stops) < self._planned.steps and self._planned.is_ready(len(self._stops)):
+                if self._stopped:
+                    raise CallerError("the execution was ended before all its steps were sent")
+                self._send()
+        except Exception as error:  # steps before have been sent, so this is the answer
+            self._outcome = error
             self.stop()
 
     def stop(self) -> None:
-        """End the waits of all steps that have not begun."""
-        stops, self._stops = self._stops, []
-        for stop in stops:
+        """End the waits of all steps that have not begun, and send no further one."""
+        self._stopped = True
+        for stop in self._stops:
             stop()
 
     def _settled(self, number: int, found: Found) -> None:
         """Note the answer of a step. Its successor learns of a failure that no driver signals."""
         self._found[number] = found
         if not isinstance(found, FencedResult):
+            self._outcome = self._outcome or found
             self.stop()  # the plan has failed, and a step before may wait for a fence that never comes
         if number < len(self._fences) and not self._signalled(number, found):
             signal_fence(self._fences[number], succeeded=False)
-        self._conclude_when_over()
+        while self._outcome is None and isinstance(taken := self._found.get(self._taken), FencedResult):
+            self._outcome = self._take(taken)
+            self._taken += 1
+        self._go_on()
+        if self._outcome is not None and len(self._found) == len(self._stops):
+            self._close()
+            self._answered(self._outcome)
 
     def _signalled(self, number: int, found: Found) -> bool:
         """Return whether a step's driver has signalled its fence."""
@@ -115,38 +122,19 @@ class FencedPlan:
             return False
         return found.result.status is not ErrorStatus.NONE or as_asked(self._asked[number], found.result)
 
-    def _conclude_when_over(self) -> None:
-        if len(self._found) < len(self._steps):
-            return
-        outcome = self._outcome()
-        self._end()
-        if outcome is None:
-            self._in_app()
-        else:
-            self._answered(outcome)
+    def _take(self, answer: FencedResult) -> FencedResult | None:
+        """Take the answer of the first step whose answer was not taken. Returns that of the whole plan if it ends here."""
+        number, result = self._taken, answer.result
+        if answer.failed is not None:  # of the first step: a dependency of the app's
+            return answer
+        is_last_sent = number + 1 == len(self._stops)
+        if not is_last_sent and self._planned.surprises(number, result):
+            return FencedResult(self._planned.run_again())
+        if is_last_sent:
+            self._launched.append(answer.since_launch)
+        ended = self._planned.take(number, result)
+        return None if ended is None else FencedResult(ended, None, sum_of(self._launched))
 
-    def _outcome(self) -> Found | None:
-        """Return the answer of the whole plan. None: a tensor came out in another shape than expected."""
-        answers: list[FencedResult] = []
-        for _, found in sorted(self._found.items()):
-            if not isinstance(found, FencedResult):
-                return found
-            answers.append(found)
-        for number, answer in enumerate(answers):
-            if answer.failed is not None:  # of the first step: a dependency of the app's
-                return answer
-            result = answer.result
-            surprise = answer is not answers[-1] and self._execution.requests.surprises(number, result)
-            if surprise or result.status is ErrorStatus.OUTPUT_INSUFFICIENT_SIZE:
-                return None
-            ended = self._execution.take(number, result)
-            if ended is not None:
-                return FencedResult(ended)
-        return FencedResult(self._execution.whole(), None, answers[-1].since_launch)
-
-    def _end(self) -> None:
-        """Give back the boundary memory and the fences. A driver whose connection has ended may still write for a moment."""
-        self._execution.give_back(written=not all(isinstance(found, FencedResult) for found in self._found.values()))
-        fences, self._fences = self._fences, []
-        for fence in fences:
+    def _close(self) -> None:
+        for fence in self._fences:
             os.close(fence)

@@ -85,6 +85,8 @@ class FrameLayout:
         frame_bytes: size of the frame.
         inputs: (name, dtype, shape, offset) per input.
         outputs: (name, dtype, shape or None while open, offset, length) per output.
+        shapes: of all inputs, and then of all outputs.
+        declared: of each output the shape that the model declares for these inputs; None while open.
         known: whether every output's shape is, as the model declares it.
         answered: whether the room for outputs comes from an answer, and not from the model or a guess.
         input_bytes: of all inputs together.
@@ -92,14 +94,15 @@ class FrameLayout:
 
     __slots__ = (
         "_believed",
-        "_declared",
         "answered",
+        "declared",
         "frame_bytes",
         "input_bytes",
         "inputs",
         "known",
         "outputs",
         "outputs_key",
+        "shapes",
     )
 
     def __init__(
@@ -113,11 +116,11 @@ class FrameLayout:
         """
         Args:
             believed: see `Arguments.outputs`.
-            declared: of each output the shape that the model declares for these inputs; None while open.
+            declared: see the attribute.
             room: bytes for each output whose shape is not known, or not believed.
         """
         self._believed = believed
-        self._declared = declared
+        self.declared = declared
         self.input_bytes = 0
         self.answered = False
         self.outputs_key = object()
@@ -132,7 +135,8 @@ class FrameLayout:
             size = length if known is None else prod(known) * operand.type.element_bytes
             outputs.append((name, operand.type.dtype, known, at, size))
             at += aligned(size or 1)
-        self.known = None not in [output[2] for output in outputs]
+        self.shapes = (*input_shapes, *(output[2] for output in outputs))
+        self.known = None not in self.shapes
         self.frame_bytes = aligned(at or 1)
         self.inputs, self.outputs = tuple(inputs), tuple(outputs)
 
@@ -194,7 +198,7 @@ class FrameLayout:
             if name in elsewhere:
                 continue
             # A driver that has not seen the declaration fail says nothing of an output that came out as declared.
-            answered = shapes[index].dimensions if shapes else self._declared[index]
+            answered = shapes[index].dimensions if shapes else self.declared[index]
             if answered is None:
                 raise false_shapes(f"none came for output {name!r}")
             if min(answered, default=0) < 0 or prod(answered) * dtype.itemsize > length:

@@ -60,16 +60,15 @@ class Frames:
         self._next_slot = 0
         self._foreign: dict[Region, int] = {}
         self._undo: dict[int, Callable[[], None]] = {}
-        self._last: FrameLayout | None = None
+        self._last: tuple[FrameLayout, FramePool] | None = None
         self.on_gone: Callable[[int], None] | None = None
         self._trimming: asyncio.TimerHandle | None = None
         self._closed = False
 
-    def pool(self, layout: FrameLayout) -> FramePool:
-        """Return the pool whose frames fit `layout`."""
-        self._last = layout
+    def pool(self, layout: FrameLayout, between_bytes: int = 0) -> FramePool:
+        """Return the pool whose frames fit `layout`, and what lies between the steps of a plan."""
         pools = self._pools
-        size = self._size_for(layout)
+        size = self._size_for(layout.frame_bytes + between_bytes)
         pool = pools.pop(size, None)
         if pool is None:
             if self._closed:
@@ -78,12 +77,12 @@ class Frames:
                 self._release(smaller)
             pool = FramePool(size, self._in_flight, self._allocate)
         pools[size] = pool
+        self._last = layout, pool
         self._used.add(pool)
         return pool
 
-    def _size_for(self, layout: FrameLayout) -> int:
-        """Return the size of the frames for a layout: its own, or a slightly larger one that exists."""
-        own = layout.frame_bytes
+    def _size_for(self, own: int) -> int:
+        """Return the size of the frames for what needs so many bytes: that size, or a slightly larger one that exists."""
         if own in self._pools:
             return own
         return min((size for size in self._pools if own < size <= own + own // 8), default=own)
@@ -134,21 +133,19 @@ class Frames:
             self._forget(slot)
         return True
 
-    def outgrown(self, layout: FrameLayout) -> None:
-        """Note that a layout is not used any more, because a smaller one has replaced it. Its pool may go at the next growth."""
-        pool = self._pools.get(self._size_for(layout))
-        if pool is not None:
-            self._used.discard(pool)
+    def outgrown(self, pool: FramePool) -> None:
+        """Note that the layout of a pool's frames is replaced by a smaller one. The pool may go at the next growth."""
+        self._used.discard(pool)
 
-    async def lease(self, layout: FrameLayout, deadline_ns: int | None = None) -> Frame:
-        """Return a frame that fits `layout`, leased. While requests in flight hold all, wait for one: first come, first served.
+    async def lease(self, layout: FrameLayout, between_bytes: int = 0, deadline_ns: int | None = None) -> Frame:
+        """Return a frame as `pool` says, leased. While requests in flight hold all, wait for one: first come, first served.
 
         Raises:
             CallerError: the burst was closed.
             DeadlineError: none came back by then.
             MemoryAllocationError: more shared memory cannot be had.
         """
-        pool = self.pool(layout)
+        pool = self.pool(layout, between_bytes)
         if not pool.crowded:
             try:
                 return pool.lease()
@@ -225,11 +222,11 @@ class Frames:
 
     def last_inputs(self) -> dict[str, NDArray[Any]] | None:
         """Return copies of the inputs that the last execution has left in its frame, or None if its frame is used again."""
-        if self._last is None or self._closed:
+        if self._last is None:
             return None
-        pool = self._pools.get(self._size_for(self._last))
-        frame = None if pool is None else pool.used_last
-        places = None if frame is None else frame.arrays.get(self._last)
+        layout, pool = self._last
+        frame = pool.used_last  # a pool that was released or closed has no frames
+        places = None if frame is None else frame.arrays.get(layout)
         return None if places is None else {name: place.copy() for name, place in places.items()}
 
     def count(self) -> dict[str, int]:

@@ -5,8 +5,8 @@
                    the next one is in an earlier step.
 
 A burst has one link. Only during a swap it has a second link, which is not in use yet. Both links use the same frames, because a driver
-asks for the memory behind a slot when it first sees the slot. The drivers of a plan have the frames and the boundary memory under the same
-slots, so a frame is used in place by every step. Each frame remembers the encoded requests that it was used for.
+asks for the memory behind a slot when it first sees the slot. The drivers of a plan have the frames under the same slots, so a frame is
+used in place by every step. Each frame remembers the encoded requests that it was used for.
 
 Invariants
     `PlannedLink.in_flight` counts the requests that a driver may still touch the memory of, also between two steps.
@@ -29,7 +29,6 @@ from aionn.errors import AionnError, CallerError
 from aionn.fmq import SOON, MessageQueue
 from aionn.hal.types import Result
 from aionn.memory.pool import Frame
-from aionn.memory.region import Region
 from aionn.pages.app_layout import DRIVER_BUSY_NS
 from aionn.pages.app_page import BurstSlot
 from aionn.remote.device import RemoteBuffer, RemoteBurstContext, RemotePreparedModel
@@ -221,72 +220,45 @@ class PlannedLink(Link):
     async def send(self, execution: Execution) -> None:
         """Send one request over the queues of each step in turn; see `Channel`."""
         settled: Callable[[Result | None], None] = execution.answered
-        prepared = self.prepared
-        assert not isinstance(prepared, RemotePreparedModel)
+        placement, layout = execution.placement, execution.layout
         try:
-            sending = _Sending(self._parts, self._frames, execution)
             settled = self._entered(execution)
             self._in_flight.count += 1
             settled = partial(self._settled, settled)
-            planned = prepared.execution(*execution.request(), execution.call.options, settled)
+            planned = execution.planned(self.prepared)
+            whole = layout, planned.options.measure_timing, None if placement is None else placement.key(self._frames.slot_of)
         except BaseException:
             settled(None)
             raise
+        send = partial(self._send, planned, execution.lent, whole)
+        await planned.run(send, settled, check=placement is not None)  # a plain frame's request is right
+
+    async def _send(
+        self, planned: PlannedExecution, frame: Frame, whole: tuple[Any, ...], number: int, settled: Callable[[Result | None], None]
+    ) -> Result:
+        """Send the request of one step, and wait for its answer. `whole`: what the requests of all steps depend on."""
         try:
-            await planned.run(sending.send, check=execution.placement is not None)  # a plain frame's request is right
-        finally:
-            self._counts.add(DRIVER_BUSY_NS, sending.busy_ns - sending.first_ns)  # the first step's queues count for themselves
+            key = whole, planned.key(number)
+            body: bytes | None = frame.bindings.get(key)
+            if body is None:
+                request, pools = planned.request(number)
+                own = PoolReference(frame.slot)
+                references = [own if pool is frame.region else _reference_of(pool, self._frames) for pool in pools]
+                body = encode_request_body(request, references, planned.options.measure_timing, framed=True)
+                keep(frame, key, body)
+        except BaseException:
+            settled(None)
+            raise
+        result, busy_ns = await self._parts[number].controller.execute(body, settled, planned.options.deadline_ns)
+        if number:
+            self._counts.add(DRIVER_BUSY_NS, busy_ns)  # the first step's queues count for themselves
+        return result
 
     def _settled(self, settled: Callable[[Result | None], None], result: Result | None) -> None:
         try:
             settled(result)
         finally:
             self._in_flight.end()
-
-
-class _Sending:
-    """How one request is sent, step by step.
-
-    Attributes:
-        busy_ns: the time of all drivers so far. first_ns: that of the first step.
-    """
-
-    __slots__ = ("_frame", "_frames", "_key", "_measure", "_parts", "busy_ns", "first_ns")
-
-    def __init__(self, parts: list[Part], frames: Frames, execution: Execution) -> None:
-        self._parts = parts
-        self._frames = frames
-        self._frame = execution.lent
-        self._measure = execution.call.options.measure_timing
-        placement = execution.placement
-        places = None if placement is None else placement.key(frames.slot_of)
-        self._key = execution.layout, self._measure, places
-        self.busy_ns = self.first_ns = 0
-
-    def _reference(self, pool: Any) -> PoolReference:
-        if pool is self._frame.region:
-            return PoolReference(self._frame.slot)
-        return _reference_of(pool, self._frames)
-
-    async def send(self, execution: PlannedExecution, number: int, settled: Callable[[Result | None], None]) -> Result:
-        """Send the request of one step, and wait for its answer. A frame remembers the encoded requests of all steps."""
-        try:
-            depends = execution.requests.key(number)
-            key = (self._key, self._frames.slot_of(execution.boundary), depends)
-            body: bytes | None = None if depends is None else self._frame.bindings.get(key)
-            if body is None:
-                request, pools = execution.requests.split(number)
-                body = encode_request_body(request, [self._reference(pool) for pool in pools], self._measure, framed=True)
-                if depends is not None:
-                    keep(self._frame, key, body)
-        except BaseException:
-            settled(None)
-            raise
-        result, busy_ns = await self._parts[number].controller.execute(body, settled, execution.options.deadline_ns)
-        self.busy_ns += busy_ns
-        if not number:
-            self.first_ns += busy_ns
-        return result
 
 
 async def open_link(serving: Serving, compiled: CompiledModel, frames: Frames, options: LinkOptions, counts: BurstSlot) -> Link:
@@ -388,7 +360,7 @@ def placed_body(layout: FrameLayout, frame: Frame, frames: Frames, placement: Pl
     return body
 
 
-def _reference_of(pool: Region | RemoteBuffer, frames: Frames) -> PoolReference:
+def _reference_of(pool: Any, frames: Frames) -> PoolReference:
     """Return how a packet names memory beside the frame: a driver's buffer by its token, an app's memory by its slot."""
     return PoolReference(-1, pool.token) if isinstance(pool, RemoteBuffer) else PoolReference(frames.slot_of(pool))
 

@@ -15,7 +15,10 @@ Invariants
 from __future__ import annotations
 
 import asyncio
+<<<<<<< Updated upstream
 import os
+=======
+>>>>>>> Stashed changes
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
@@ -26,18 +29,16 @@ from aionn.errors import CallerError, DeadlineError, DriverDiedError
 from aionn.hal.model import label
 from aionn.hal.options import CallOptions
 from aionn.hal.types import ErrorStatus, FencedResult, Result
-from aionn.memory.limits import allocation_error
 from aionn.memory.pool import Frame, FramePool, FramesInFlightError
 from aionn.pages.app_layout import FAILED
-from aionn.remote.channel import duplicates
 from aionn.remote.device import Fenced, Found, RemotePreparedModel
-from aionn.remote.fences import Waits, execute_fenced_by
 from aionn.runtime.executing.arguments import check_mapping
 from aionn.runtime.executing.control import control_route
 from aionn.runtime.executing.dependencies import After, Dependencies, check_shapes, give_shapes, kept, shape_of
 from aionn.runtime.executing.device_buffers import lost_with
 from aionn.runtime.executing.event import Event, error_of, failed_dependency, fence_of, settle, when_settled
-from aionn.runtime.executing.execution import Call, Execution, Executor
+from aionn.runtime.executing.execution import Call, Execution, Executor, between_bytes
+from aionn.runtime.executing.frame_layout import FrameLayout
 from aionn.runtime.executing.frames import fill
 from aionn.runtime.executing.placement import check_outputs, is_placed, states_of
 from aionn.runtime.executing.transitions import LEFT, PLACE, SEND, SETTLE, WAITING
@@ -142,7 +143,7 @@ class Started(Execution):
         prepared: Any = None if serving is None else serving.prepared  # only device memory belongs to one
         placement, shapes = self.placed(model, prepared, states_of(call.inputs, call.outputs))
         try:
-            self.hold(placement, shapes, _lease)
+            self.hold(serving, placement, shapes, _lease)
             give_shapes(placement, self.layout, call.outputs)
         except BaseException:
             self._act(SETTLE)
@@ -198,6 +199,9 @@ class Started(Execution):
         """Send the request, with its fences."""
         layout, placement = self.layout, self.placement
         assert placement is not None
+        between = between_bytes(serving, layout)
+        if layout.frame_bytes + between > self.lent.pool.frame_bytes:
+            self._move(layout, between)  # it was placed before it was known what would run
         dependencies = []
         for number, after in enumerate(self.after):
             if after.failed:
@@ -212,19 +216,20 @@ class Started(Execution):
         settled = serving.entered(self.answered, self.call.options.deadline_ns)
         serving.use.count()
         try:
-            self._stop = self._start(serving.prepared, fenced, partial(self._found, serving, settled))
+            self._stop = self._start(serving, fenced, partial(self._found, serving, settled))
         except BaseException:
             settled(None)
             raise
         placement.left()
 
-    def _start(self, prepared: Any, fenced: Fenced, answered: Callable[[Found], None]) -> Callable[[], None]:
+    def _start(self, serving: Serving, fenced: Fenced, answered: Callable[[Found], None]) -> Callable[[], None]:
         """Send a request to one driver, or to those of a plan. Returns what ends its wait for dependencies."""
-        options = self.call.options
+        prepared = serving.prepared
         if isinstance(prepared, RemotePreparedModel):
-            return prepared.start_fenced(fenced, options, answered)
-        from aionn.runtime.executing.fenced_plan import start_plan  # only plans need it
+            return prepared.start_fenced(fenced, self.call.options, answered)
+        from aionn.runtime.executing.fenced_plan import FencedPlan  # only plans need it
 
+<<<<<<< Updated upstream
         def in_app() -> None:
             """Run the steps again. The dependencies are done, because the first step has run."""
             try:
@@ -266,6 +271,15 @@ class Started(Execution):
                 os.close(fd)
             raise
         return waits.close
+=======
+        planned = self.planned(prepared)
+        wrong = planned.refusal()
+        if wrong is not None:
+            raise self.executor.failure(serving, wrong, None)
+        chain = FencedPlan(planned, fenced, answered, expects=self._room is None)
+        chain.send()
+        return chain.stop
+>>>>>>> Stashed changes
 
     def _found(self, serving: Serving, settled: Callable[[Result | None], None], found: Found) -> None:
         """Take what the driver has answered, or why it never will."""
@@ -308,19 +322,22 @@ class Started(Execution):
 
     def _send_wider(self, serving: Serving) -> None:
         """Send the request again, with more room for its outputs. It keeps its fence and what it has placed."""
-        before, old, placement, layout = self.layout, self.frame, self.placement, self._room
-        assert old is not None
-        assert placement is not None
+        layout = self._room
         assert layout is not None
-        frame = _lease(self.executor.frames.pool(layout))
+        self._move(layout, between_bytes(serving, layout))
         self._act(PLACE)
-        self.layout, self.frame = layout, frame
-        fill(frame, layout, before.inputs_in(old), placement.inputs)
-        old.settled(None)
         for after in self.after:
             after.close()
         self.after = ()  # all are done, or the request would not have run
         self._transmit(serving)
+
+    def _move(self, layout: FrameLayout, between: int) -> None:
+        """Take a frame with more room, and copy the inputs there."""
+        before, old, placement = self.layout, self.lent, self.placement
+        frame = _lease(self.executor.frames.pool(layout, between))
+        self.layout, self.frame = layout, frame
+        fill(frame, layout, before.inputs_in(old), placement.inputs if placement is not None else ())
+        old.settled(None)
 
     def _give_back(self) -> None:
         """Give back what the execution holds, once its event is settled. What the driver may still touch is given back with its answer."""

@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 
 from aionn.hal.model import Model
 from aionn.hal.options import CallOptions
-from aionn.hal.types import IMemory, Request, Result
-from aionn.remote.device import RemoteBuffer, RemoteDevice, RemotePreparedModel, StepRole
-from aionn.runtime.serving.boundaries import BoundaryLayouts, BoundaryMemory
-from aionn.runtime.serving.planned_execution import Planned, PlannedExecution
+from aionn.hal.types import Request
+from aionn.remote.device import RemoteDevice, RemotePreparedModel, StepRole
+from aionn.runtime.serving.boundaries import BoundaryLayouts, KnownShapes
+from aionn.runtime.serving.planned_execution import PlannedExecution, Pool
 from aionn.runtime.serving.wiring import PlannedStep, Wiring
 
 __all__ = ["PlannedDevice", "PlannedModel", "PlannedStep", "Prepared"]
@@ -72,7 +72,6 @@ class PlannedModel:
         steps: in the order in which they run.
         inputs, outputs: the operands of the whole model.
         device: the devices of the steps, as one.
-        planned: what its executions have in common.
         tunes: as `RemotePreparedModel.tunes`. A plan's steps are not asked for better artifacts.
     """
 
@@ -91,8 +90,8 @@ class PlannedModel:
         self.inputs = model.inputs
         self.outputs = model.outputs
         self.device = PlannedDevice(self.steps)
-        wiring = Wiring(model.inputs, model.outputs, self.steps)
-        self.planned = Planned(wiring, BoundaryLayouts(wiring), BoundaryMemory())
+        self._wiring = Wiring(model.inputs, model.outputs, self.steps)
+        self._layouts = BoundaryLayouts(self._wiring)
 
     @property
     def runs_on(self) -> str:
@@ -104,46 +103,15 @@ class PlannedModel:
         for planned in self.steps:
             planned.prepared.remember(model)
 
-    async def execute(
-        self,
-        request: Request,
-        pools: Sequence[IMemory | RemoteBuffer],
-        measure_timing: bool = False,
-        deadline_ns: int | None = None,
-        settled: Callable[[Result | None], None] | None = None,
-    ) -> Result:
-        """Execute all steps, one after the other; see `RemotePreparedModel.execute`.
-
-        Raises:
-            DriverDiedError, DriverHungError: the driver of a step is gone.
-        """
-        try:
-            execution = self.execution(request, pools, CallOptions(measure_timing, deadline_ns), settled)
-        except BaseException:
-            if settled is not None:
-                settled(None)
-            raise
-        return await execution.run(self._execute)
+    def between_bytes(self, known: KnownShapes) -> int:
+        """Return the room that an execution needs for the tensors between the steps. `known`: shapes of all inputs and outputs."""
+        return self._layouts.layout(known).size_bytes
 
     def execution(
-        self,
-        request: Request,
-        pools: Sequence[IMemory | RemoteBuffer],
-        options: CallOptions,
-        settled: Callable[[Result | None], None] | None,
+        self, known: KnownShapes, between: int, request: Request, pools: Sequence[Pool], options: CallOptions
     ) -> PlannedExecution:
-        """Return an execution of all steps, for whatever sends them."""
-        return PlannedExecution(self.planned, request, pools, options, settled)
-
-    async def _execute(self, execution: PlannedExecution, number: int, settled: Callable[[Result | None], None]) -> Result:
-        """Send a step as a control call."""
-        try:
-            request, pools = execution.requests.split(number)
-        except BaseException:
-            settled(None)
-            raise
-        options = execution.options
-        return await self.steps[number].prepared.execute(request, pools, options.measure_timing, options.deadline_ns, settled)
+        """Return an execution of all steps, for what sends them; see `PlannedExecution`."""
+        return PlannedExecution(self._wiring, self._layouts, known, between, request, pools, options)
 
     def step_roles(self, is_input: bool, index: int) -> list[StepRole]:
         """Return what an input or output of the whole model is in the steps. An output may be an input of later steps, too."""
@@ -167,7 +135,6 @@ class PlannedModel:
 
     def release(self) -> None:
         """As `aclose`, without waiting."""
-        self.planned.memory.close()
         for planned in self.steps:
             planned.prepared.release()
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from aionn.errors import CompilationError
 from aionn.graph.steps import Step, check_steps, lifetimes
-from aionn.hal.types import Operand, Request, RequestArgument
+from aionn.hal.types import Operand
 from aionn.remote.device import RemotePreparedModel
 
 
@@ -47,7 +47,7 @@ class Wiring:
         steps: of the plan.
         input_operands, output_operands: of the whole model.
         inputs, outputs: their numbers, by name.
-        made: each tensor that a later step reads.
+        made: each tensor that a later step reads. boundaries: those among them that the app does not get.
     """
 
     def __init__(self, inputs: Mapping[str, Operand], outputs: Mapping[str, Operand], steps: Sequence[PlannedStep]) -> None:
@@ -72,24 +72,4 @@ class Wiring:
             for name, (made, read) in lifetimes(parts, ()).items()
             if read > made
         }
-
-    def boundaries(self, omitted: frozenset[str]) -> list[Boundary]:
-        """Return the tensors that need boundary memory, where the app has omitted those outputs."""
-        return [boundary for name, boundary in self.made.items() if name not in self.outputs or name in omitted]
-
-    def omitted(self, request: Request) -> frozenset[str]:
-        """Return the outputs that a request does not want."""
-        return frozenset(name for name, argument in zip(self.outputs, request.outputs, strict=False) if argument.has_no_value)
-
-    def known_shapes(self, request: Request) -> tuple[tuple[int, ...] | None, ...]:
-        """Return the shapes of the model's inputs, and then of its outputs, that a request says. None where one is open."""
-        inputs = [_shape(operand, a) for operand, a in zip(self.input_operands.values(), request.inputs, strict=False)]
-        outputs = [_shape(operand, a) for operand, a in zip(self.output_operands.values(), request.outputs, strict=False)]
-        return (*inputs, *(None if shape is None or 0 in shape else shape for shape in outputs))
-
-
-def _shape(operand: Operand, argument: RequestArgument) -> tuple[int, ...] | None:
-    if argument.dimensions:
-        return argument.dimensions
-    own = operand.dimensions
-    return None if argument.has_no_value or own is None or 0 in own else own
+        self.boundaries = [boundary for name, boundary in self.made.items() if name not in self.outputs]

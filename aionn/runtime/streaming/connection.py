@@ -29,7 +29,7 @@ from aionn.pages.app_layout import ANSWERED, CONNECTIONS, DROPPED, SENT, Kind
 from aionn.pages.app_page import BurstSlot
 from aionn.runtime.executing.arguments import Arguments
 from aionn.runtime.executing.counted import Shown
-from aionn.runtime.executing.execution import Channel, Executor, FallsBack
+from aionn.runtime.executing.execution import Channel, Executor, FallsBack, between_bytes
 from aionn.runtime.executing.frame_layout import FrameLayout, Shapes
 from aionn.runtime.executing.frames import Frames
 from aionn.runtime.executing.link import Link, LinkOptions, open_link, release
@@ -157,7 +157,7 @@ class BurstConnection:
         """Return a leased frame for inputs of these shapes, and its layout."""
         self.check_open()
         layout = self.executor.arguments.layout(shapes)
-        frame = await self.executor.frames.lease(layout)
+        frame = await self.executor.frames.lease(layout, between_bytes(self._compiled.serving, layout))
         if self._options.anticipate and self.link is not None:
             self.link.nudge()  # a request over this frame mostly follows
         return layout, frame

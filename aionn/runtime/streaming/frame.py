@@ -272,6 +272,6 @@ def contents_of(frame: Frame) -> dict[str, Any]:
     While other calls wait for a free frame, the arrays are copies, as outputs are.
     """
     connection, views = frame._connection, frame._views
-    if frame._lease is not None and not connection.closed and connection.executor.frames.pool(frame._lease[0]).crowded:
+    if frame._lease is not None and not connection.closed and frame._lease[1].pool.crowded:
         views = {name: view.copy() for name, view in views.items()}
     return {**views, **frame._placed}
