@@ -1,12 +1,13 @@
 """NNAPI's VTS rows of memory domains (MemoryDomainAllocateTest, CopyTest, ExecutionTest), each a test named after its row:
-for four element types, in process and through a driver process, executions over compute and over a burst.
+for four element types, in process and through a driver process, executions over compute, over a burst and fenced.
 
-Rows about scale and zero point have no counterpart: an ONNX operand has neither. Nor has the fenced way. The engine is the
-reference; the device under test is shared by all tests of a module, so what one leaves behind would fail the last.
+Rows about scale and zero point have no counterpart: an ONNX operand has neither. The engine is the reference; the device under
+test is shared by all tests of a module, so what one leaves behind would fail the last.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
@@ -39,6 +40,7 @@ from aionn.hal.types import (
 )
 from aionn.memory.region import Region
 from aionn.remote.device import RemoteBuffer, RemoteDevice
+from aionn.remote.fences import make_fence, outcome_of
 from aionn.testing.models import identity_model
 from tests.conformance.devices import HOLDERS
 from tests.conformance.test_devices import channels
@@ -143,12 +145,12 @@ async def test_allocate_empty_role(device: IDevice, dtype: np.dtype[Any]) -> Non
         await refused(allocate(device, models, [], []))
 
 
-async def test_allocate_nullptr_prepared_model(device: IDevice) -> None:
-    await both_ways(device, [None], BufferRole(0, 0))
-
-
-async def test_allocate_invalid_prepared_model(device: IDevice) -> None:
-    await both_ways(device, [object()], BufferRole(0, 0))
+@pytest.mark.parametrize("wrong", [None, object()], ids=["nullptr", "invalid"])
+async def test_allocate_nullptr_and_invalid_prepared_model(device: IDevice, wrong: Any) -> None:
+    await both_ways(device, [wrong], BufferRole(0, 0))
+    async with prepared(device, conv(np.dtype("float32"))) as models:  # a good model does not take its place
+        for index in (0, 1):
+            await both_ways(device, [wrong, *models], BufferRole(index, 0))
 
 
 async def test_allocate_invalid_model_index(device: IDevice, dtype: np.dtype[Any]) -> None:
@@ -271,6 +273,7 @@ async def test_copy_from_invalid_dimensions_dynamic_shape(device: IDevice, dtype
 async def test_copy_to_uninitialized_memory(device: IDevice, dtype: np.dtype[Any]) -> None:
     async with buffer_of(device, conv(dtype)) as buffer:
         assert await copied(buffer.copy_to, ELEMENTS * dtype.itemsize) is FAILED
+        assert await copied(buffer.copy_to, ELEMENTS * dtype.itemsize * 2) is INVALID  # the size is looked at first
 
 
 @pytest.mark.parametrize("first", [1, "n"], ids=["", "dynamic_shape"])
@@ -295,7 +298,7 @@ async def test_a_failed_copy_from_leaves_the_buffer_uninitialized(device: IDevic
 
 
 class Runs:
-    """A prepared model, executed on both ways. Satisfies `IBurstCallback`."""
+    """A prepared model, executed in one of three ways. Satisfies `IBurstCallback`."""
 
     def __init__(self, device: IDevice, model: IPreparedModel, way: str) -> None:
         self.device, self.model, self.way = device, model, way
@@ -308,7 +311,7 @@ class Runs:
 
     async def execute(self, request: Request, pools: Sequence[Any]) -> ErrorStatus:
         """Execute, once untimed and once timed, and check what holds after every execution of the list; the status of both."""
-        execute = self._compute if self.way == "compute" else self._burst
+        execute = {"compute": self._compute, "burst": self._burst, "fenced": self._fenced}[self.way]
         untimed = await execute(request, pools, False)
         timed = await execute(request, pools, True)
         assert untimed.status is timed.status
@@ -329,6 +332,19 @@ class Runs:
             return await self.model.execute(request, pools, measure_timing)
         except CallerError as error:  # a buffer that is not even this driver's is refused before it is sent
             return Result(INVALID, message=str(error))
+
+    async def _fenced(self, request: Request, pools: Sequence[Any], measure_timing: bool) -> Result:
+        """The fence says the outcome, also where the request is refused, and the times since the launch are known with the others."""
+        fence = make_fence()
+        try:
+            found = await self.model.execute_fenced(request, pools, (), fence, measure_timing)
+            assert (found.since_launch == NO_TIMING) is (found.result.timing == NO_TIMING)
+            result = found.result
+        except CallerError as error:  # as in `_compute`
+            result = Result(INVALID, message=str(error))
+        assert outcome_of(fence) is (result.status is FINE)
+        os.close(fence)
+        return result
 
     async def _burst(self, request: Request, pools: Sequence[Any], measure_timing: bool) -> Result:
         references = []
@@ -354,9 +370,13 @@ async def runs(device: IDevice, model: IPreparedModel, way: str) -> AsyncIterato
         await context.aclose()
 
 
-@pytest.fixture(params=["compute", "burst"])
+@pytest.fixture(params=["compute", "burst", "fenced"])
 def way(request: pytest.FixtureRequest) -> str:
     return str(request.param)
+
+
+NOT_FENCED = pytest.mark.parametrize("way", ["compute", "burst"])
+"""A fenced execution needs the full shape of its outputs."""
 
 
 @pytest.fixture
@@ -468,6 +488,7 @@ async def test_execution_same_request_multiple_roles(device: IDevice, dtype: np.
         await buffer.aclose()
 
 
+@NOT_FENCED
 async def test_execution_invalid_dimensions(device: IDevice, dtype: np.dtype[Any], way: str, memory: Region) -> None:
     two = (2, *DIMS[1:])
     async with prepared(device, conv(dtype, dims=("n", *DIMS[1:]))) as [model], runs(device, model, way) as run:
@@ -481,6 +502,7 @@ async def test_execution_invalid_dimensions(device: IDevice, dtype: np.dtype[Any
         await buffer.aclose()
 
 
+@NOT_FENCED
 async def test_a_flexible_buffer_follows_the_last_execution(device: IDevice, dtype: np.dtype[Any], way: str, memory: Region) -> None:
     async with prepared(device, conv(dtype, dims=("n", *DIMS[1:]))) as [model], runs(device, model, way) as run:
         buffer = await allocate(device, [model], [BufferRole(0, 0)], [BufferRole(0, 0)])

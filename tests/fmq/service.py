@@ -117,9 +117,8 @@ class _Service:
                 with words_of(queue) as words:
                     words.written[0] = order["value"]
                 return True
-            case "read_blocking" | "write_blocking":
-                data = _elements(queue, order["element"], 0, count)
-                return _blocking(queue, order["do"], count, data, times, how)
+            case "read_blocking":
+                return _read_blocking(queue, order["element"], count, times, how, order["written"])
             case "echo":
                 return _echo(queue, self.queues["answers"], times, how)
             case "close":
@@ -135,26 +134,17 @@ def _elements(queue: MessageQueue, element: str, start: int, count: int) -> byte
     return data
 
 
-def _blocking(queue: MessageQueue, what: str, count: int, data: bytes, times: int, how: str) -> int:
-    """Read or write so many times, checking what comes; how often it was right."""
-    right = 0
+def _read_blocking(queue: MessageQueue, element: str, count: int, times: int, how: str, written: int) -> int:
+    """Read `count` elements so many times; how often they were the next ones of 0 to `written` - 1, again and again."""
+    expected = _elements(queue, element, 0, written) * (count * times // written)
+    size = count * queue.quantum
+    pieces = [expected[at : at + size] for at in range(0, len(expected), size)]
     if how == "thread":
-        for _ in range(times):
-            if what == "read_blocking":
-                right += len(queue.read_in_thread(count, PATIENCE_S)) == len(data)
-            else:
-                queue.write_in_thread(data, PATIENCE_S)
-                right += 1
-        return right
+        return sum([queue.read_in_thread(count, PATIENCE_S) == piece for piece in pieces])
 
     async def in_loop() -> int:
         deadline_ns = time.monotonic_ns() + int(PATIENCE_S * 1e9)
-        for _ in range(times):
-            if what == "read_blocking":
-                assert len(await queue.read_blocking(count, deadline_ns)) == len(data)
-            else:
-                await queue.write_blocking(data, deadline_ns)
-        return times
+        return sum([await queue.read_blocking(count, deadline_ns) == piece for piece in pieces])
 
     return RUNNERS[how](in_loop())
 

@@ -77,8 +77,8 @@ def soon() -> int:
 
 
 async def written(queue: MessageQueue, service: Peer, how: str, far_count: int, far_times: int, times: int) -> None:
-    """`times` writes of 64 against the far side's reads, then one of the whole queue."""
-    service.start("read_blocking", count=far_count, times=far_times, how=how, element=ELEMENT)
+    """`times` writes of 64 against the far side's reads, which find what was written, then one of the whole queue."""
+    service.start("read_blocking", count=far_count, times=far_times, how=how, element=ELEMENT, written=64)
     for _ in range(times):
         await queue.write_blocking(elements(64), soon())
     assert service.answer() == far_times
@@ -97,7 +97,7 @@ async def test_sync_client_blocking_read_write_1(sync: MessageQueue, service: Pe
 
 @pytest.mark.parametrize("how", WAYS)
 def test_sync_client_blocking_read_write_2(sync: MessageQueue, service: Peer, how: str) -> None:
-    service.start("read_blocking", count=64, how=how, element=ELEMENT)
+    service.start("read_blocking", count=64, how=how, element=ELEMENT, written=64)
     sync.write_in_thread(elements(64), FAR_S)
     assert service.answer() == 1
     sync.write_in_thread(elements(N), FAR_S)
