@@ -15,15 +15,9 @@ Invariants
 from __future__ import annotations
 
 import asyncio
-<<<<<<< Updated upstream
-import os
-=======
->>>>>>> Stashed changes
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
-
-import msgspec
 
 from aionn.errors import CallerError, DeadlineError, DriverDiedError
 from aionn.hal.model import label
@@ -229,49 +223,6 @@ class Started(Execution):
             return prepared.start_fenced(fenced, self.call.options, answered)
         from aionn.runtime.executing.fenced_plan import FencedPlan  # only plans need it
 
-<<<<<<< Updated upstream
-        def in_app() -> None:
-            """Run the steps again. The dependencies are done, because the first step has run."""
-            try:
-                if self.event.done():
-                    raise CallerError(_CLOSED)
-                again = Fenced(fenced.request, fenced.pools, (), fence_of(self.event))
-                self._stop = self._run_in_app(prepared, again, answered)
-            except Exception as error:  # the event's, as every error of this execution
-                answered(error)
-
-        stop = start_plan(prepared, fenced, options, answered, in_app)
-        return stop or self._run_in_app(prepared, fenced, answered)
-
-    def _run_in_app(self, prepared: Any, fenced: Fenced, answered: Callable[[Found], None]) -> Callable[[], None]:
-        """Run a plan step by step in the app's loop, where it also waits for its dependencies. Returns what ends that wait."""
-        waits, options = Waits(), self.call.options
-        try:
-            fence, *waited = duplicates(fenced.fds)  # the event's may be closed before the wait is over
-        except OSError as error:
-            raise allocation_error(0, error) from error
-        after = [msgspec.structs.replace(each, fd=fd) for each, fd in zip(fenced.after, waited, strict=True)]
-        own = Fenced(fenced.request, fenced.pools, after, fence)
-
-        async def run() -> None:
-            found: Found = CallerError(_CLOSED)
-            try:
-                found = await execute_fenced_by(prepared, *own, options.measure_timing, options.deadline_ns, waits)
-            except Exception as error:  # any error is the event's
-                found = error
-            finally:
-                for fd in own.fds:
-                    os.close(fd)
-                answered(found)
-
-        try:
-            self._starts.renewal.session.tasks.start_soon(run, name=self.event.name)
-        except BaseException:
-            for fd in own.fds:
-                os.close(fd)
-            raise
-        return waits.close
-=======
         planned = self.planned(prepared)
         wrong = planned.refusal()
         if wrong is not None:
@@ -279,7 +230,6 @@ class Started(Execution):
         chain = FencedPlan(planned, fenced, answered, expects=self._room is None)
         chain.send()
         return chain.stop
->>>>>>> Stashed changes
 
     def _found(self, serving: Serving, settled: Callable[[Result | None], None], found: Found) -> None:
         """Take what the driver has answered, or why it never will."""

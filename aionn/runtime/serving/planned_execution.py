@@ -18,7 +18,6 @@ Invariants
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Collection, Sequence
-from dataclasses import dataclass
 from functools import partial
 from math import prod
 from typing import Any
