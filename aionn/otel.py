@@ -29,8 +29,7 @@ from aionn import trace
 from aionn.caching.outcomes import MissReason
 from aionn.errors import CallerError
 from aionn.pages.app_layout import shown_text
-from aionn.pages.measures import MEASURES, Labels, Measure, Sums
-from aionn.pages.totals import OwnPage, Totals
+from aionn.pages.totals import MEASURES, Labels, Measure, OwnPage, Sums, Totals
 from aionn.tasks import ClosedByWith, checked_count
 
 try:

@@ -36,7 +36,7 @@ SANS_IO = (
     "burst/packets.py",
     "remote/calls.py",
     "remote/control.py",
-    "remote/failures.py",
+    "remote/control.py",
     "caching/manifest.py",
     "caching/statement.py",
     "caching/token.py",

@@ -7,11 +7,9 @@ A driver accepts only artifacts that it has made itself, and those that a truste
     store      entries, locks, budget, all file access   artifact_files  reads and writes the files that the app gave
                manifest  what was stored, reason to miss blob_cache  a small map from bytes to bytes, for engines
     keyring    the builders' keys that a user trusts     adopting    the checks before an artifact of another machine is believed
-    offers     what another machine has compiled         adopted     the records of what was adopted
-                                                         statement  what a builder signs of an artifact, and the check of it
+    offers     what another machine has compiled         statement  what a builder signs of an artifact, and the check of it
     outcomes   what happened, as a value (both sides)    state       databases in a private folder, for both
-    measurements  what a comparison of stages measured   private_folder  that folder, made, checked and held
-                                                         export_folder  temporary files of an engine, removed by the app
+    measurements  what a comparison of stages measured   private_folder  that folder, and that of temporary files of an engine
 
 The store guards the *entry*: one generation of all its files or none, across crashes, full disks and many processes. One process compiles
 and the others wait. The store trusts no byte of a file. The driver guards the *bytes*. It remembers the digest of every buffer it ever

@@ -4,17 +4,15 @@
     compiling    `aionn compile`: with progress, then what was stored
     running      `aionn run`
     serving_http `aionn serve-http`
-    shapes       the shapes of inputs that are made up
     tracing      `aionn trace`
     caches       `aionn cache ls | verify | prune`
     listing      `aionn devices`
     doctor       `aionn doctor`; its checks are in the package `checks`
-    top          `aionn top`: top_reading, top_figures, top_snapshot, top_tables, top_screen
-    bench        `aionn bench`: bench_subjects, bench_rounds, bench_processes, bench_worker, bench_machine, bench_compare
+    top          `aionn top`: top_reading, top_tables, top_screen
+    bench        `aionn bench`: bench_subjects, bench_worker
     metrics      `aionn metrics`
     fleet        `aionn fleet`
     ray          `aionn ray`
-    amounts      bytes and times that people type
     printing     tables for people, JSON for programs, sizes and times in words
 
 Results go to stdout: a table, or with `--json` one JSON value. Progress, warnings and errors go to stderr. Exit codes: 0 fine, 1
@@ -61,8 +59,7 @@ def _printed_snapshot(given: list[str]) -> bool:
     import dataclasses
     import json
 
-    from aionn.cli.top_reading import NotReadableError
-    from aionn.cli.top_snapshot import is_snapshot, snapshot
+    from aionn.cli.top_reading import NotReadableError, is_snapshot, snapshot
 
     if not is_snapshot(given):
         return False

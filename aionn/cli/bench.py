@@ -1,32 +1,36 @@
 """`aionn bench`: how fast aionn is on this machine, beside what does the same work without it.
 
 bench_subjects   what is measured, and the rivals
-bench_rounds     rounds in which all kinds take turns
-bench_processes  worker processes; bench_worker is their program
-bench_machine    what the machine is
-bench_compare    whether a run is slower than an older one (no I/O)
-"""
+bench_worker     the program of worker processes
+
+A run may be compared with an older one. The medians of rounds are compared, not single calls: thousands of calls of one run resemble each
+other more than two runs do, so they would make any small difference significant."""
 
 from __future__ import annotations
 
 import json
 import math
+import os
+import platform
+import resource
+import statistics
 import sys
 import tempfile
+import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
 import aionn
 from aionn.cli import bench_subjects as subjects
-from aionn.cli.bench_compare import MeasureChange, changes
-from aionn.cli.bench_machine import Others, machine, machine_line
-from aionn.cli.bench_rounds import Measured
+from aionn.cli.bench_subjects import Measured
 from aionn.cli.printing import NotDoneError, UsageError, duration, error_console, print_json, print_table
-from aionn.cli.running import completed
-from aionn.cli.shapes import check_shapes, parse_shapes
+from aionn.cli.running import check_shapes, completed, parse_shapes
 
 FORMAT = 1
 _BUSY = 0.2
@@ -180,3 +184,151 @@ def _print(report: Mapping[str, Any], compared: Sequence[MeasureChange]) -> None
             f"aionn: other processes used {report['others_share']:.0%} of the CPUs meanwhile, so the figures are larger than they need be"
         )
         error_console().print(text, markup=False, soft_wrap=True)
+
+
+LOSS = 0.10
+"""A loss up to this share is not reported as one."""
+
+CHANCE = 0.01
+"""A difference counts only if chance alone would make one so large less often than this."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeasureChange:
+    """What became of one measure.
+
+    Attributes:
+        before_s, now_s: medians of the medians of rounds.
+        chance: how probable it is that chance alone makes the new run look so much slower.
+    """
+
+    name: str
+    rival: bool
+    before_s: float
+    now_s: float
+    chance: float
+
+    @property
+    def ratio(self) -> float:
+        return self.now_s / self.before_s if self.before_s > 0 else math.inf
+
+    @property
+    def lost(self) -> bool:
+        """Whether the new run is slower, by more than chance and more than `LOSS`."""
+        return self.ratio > 1 + LOSS and self.chance < CHANCE
+
+
+def changes(before: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]]) -> list[MeasureChange]:
+    """Compare the measures that two reports have in common, by their names and the medians of their rounds."""
+    old = {one["name"]: one["rounds_p50_s"] for one in before}
+    return [
+        MeasureChange(
+            one["name"],
+            one["rival"],
+            statistics.median(old[one["name"]]),
+            statistics.median(one["rounds_p50_s"]),
+            probability_of_chance(old[one["name"]], one["rounds_p50_s"]),
+        )
+        for one in now
+        if one["name"] in old
+    ]
+
+
+def probability_of_chance(before: Sequence[float], now: Sequence[float]) -> float:
+    """Return the one-sided p-value of Mann and Whitney's U for "now is larger than before", by the normal approximation.
+
+    Equal numbers share their ranks, and the variance is corrected for them.
+    """
+    ranks = _ranks([*before, *now])
+    count, more = len(now), len(before) + len(now)
+    u = sum(ranks[len(before) :]) - count * (count + 1) / 2
+    ties = sum(equal**3 - equal for equal in Counter([*before, *now]).values())
+    variance = len(before) * count / 12 * (more + 1 - ties / (more * (more - 1)))
+    if variance <= 0:
+        return 1.0  # all numbers are equal
+    return 1 - NormalDist().cdf((u - len(before) * count / 2 - 0.5) / math.sqrt(variance))
+
+
+def _ranks(values: Sequence[float]) -> list[float]:
+    order = sorted(range(len(values)), key=values.__getitem__)
+    ranks = [0.0] * len(values)
+    at = 0
+    while at < len(order):
+        end = at
+        while end < len(order) and values[order[end]] == values[order[at]]:
+            end += 1
+        for place in order[at:end]:
+            ranks[place] = (at + 1 + end) / 2
+        at = end
+    return ranks
+
+
+_PACKAGES = ("aionn", "numpy", "uvloop", "onnxruntime", "openvino")
+
+
+def machine() -> dict[str, Any]:
+    """Return what the machine is, as JSON values."""
+    return {
+        "cpu": _cpu_name(),
+        "architecture": platform.machine(),
+        "usable_cpus": len(os.sched_getaffinity(0)),
+        "governor": _first_line("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor"),
+        "kernel": platform.release(),
+        "load": os.getloadavg()[0],
+        "versions": {"python": platform.python_version(), **_versions()},
+    }
+
+
+def machine_line(found: dict[str, Any]) -> str:
+    """Return what `machine` found in two lines for people."""
+    governor = found["governor"] or "not known"
+    versions = ", ".join(f"{name} {number}" for name, number in found["versions"].items())
+    return (
+        f"{found['cpu']} ({found['architecture']}), {found['usable_cpus']} usable CPUs, governor {governor}, Linux {found['kernel']}, "
+        f"load {found['load']:.1f}\n{versions}"
+    )
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return "CPU not named"
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "CPU not named")
+
+
+def _first_line(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="ascii").strip()
+    except OSError:
+        return ""  # virtual machines often have no governor
+
+
+class Others:
+    """What share of the CPUs other processes use meanwhile. Where it is large, no figure can be trusted."""
+
+    def __init__(self) -> None:
+        self._began_s, self._foreign_s = time.monotonic(), _foreign_s()
+
+    def share(self) -> float:
+        """Return the share since the start, 0 to 1. Children count as ours once they have ended."""
+        passed_s = max(1e-9, time.monotonic() - self._began_s)
+        return min(1.0, max(0.0, _foreign_s() - self._foreign_s) / passed_s / (os.cpu_count() or 1))
+
+
+def _foreign_s() -> float:
+    """Return the CPU seconds of the machine without those of this process and its ended children."""
+    user, nice, system, _, _, *more = map(int, Path("/proc/stat").read_text(encoding="ascii").split("\n", 1)[0].split()[1:9])
+    busy_s = (user + nice + system + sum(more)) / os.sysconf("SC_CLK_TCK")
+    ours = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return busy_s - sum(used.ru_utime + used.ru_stime for used in ours)

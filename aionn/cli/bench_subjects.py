@@ -5,30 +5,42 @@ cache    a hit, which the driver verifies before it loads; beside it a compile, 
 start    from the start of a fresh process to its first answer, with and without a cache; rival: ONNX Runtime alone
 stages   from the wish for a better stage to its swap
 MODEL    round trips of a model; rival: the same model by ONNX Runtime in a thread
+
+All kinds of one group take turns within each round, so that a change of the machine's pace meets all alike. Worker processes are one
+that returns what it gets, and fresh ones that run a model once.
+
+Invariants
+    A worker ends when its socket ends. It is killed and waited for when its `with` block ends.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+import signal
+import socket
+import statistics
+import struct
+import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import anyio
 import numpy as np
 from numpy.typing import NDArray
 
 import aionn
-from aionn.cli.bench_processes import Echo, first_answer_ns, worker
-from aionn.cli.bench_rounds import Measured, Take, rounds, trips
 from aionn.cli.printing import NotDoneError
 from aionn.testing.models import identity_model
 
 if TYPE_CHECKING:
     from onnx import GraphProto
+
 
 Arrays = dict[str, NDArray[Any]]
 
@@ -217,3 +229,156 @@ def _thread_rival(path: Path, inputs: Arrays) -> dict[str, Take]:
     options.intra_op_num_threads = len(os.sched_getaffinity(0))
     session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
     return {"onnxruntime in to_thread": trips(lambda: asyncio.to_thread(session.run, None, inputs))}
+
+
+_HEAD = struct.Struct("=Q")
+
+
+@contextmanager
+def worker(*arguments: str) -> Iterator[socket.socket]:
+    """Run `python -m aionn.cli.bench_worker ARGUMENTS` during the body. Returns this end of its socket, which does not block.
+
+    Raises:
+        OSError: the process cannot be started.
+    """
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    with ours:
+        with theirs:
+            os.set_inheritable(theirs.fileno(), True)
+            command = [sys.executable, "-P", "-m", "aionn.cli.bench_worker", str(theirs.fileno()), *arguments]
+            actions = [(os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0), (os.POSIX_SPAWN_OPEN, 1, os.devnull, os.O_WRONLY, 0)]
+            # Ctrl-C goes to the whole process group, and this process ends its workers itself.
+            pid = os.posix_spawn(sys.executable, command, os.environ, file_actions=actions, setsigmask=[signal.SIGINT])
+        try:
+            ours.setblocking(False)
+            yield ours
+        finally:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)  # it has not been waited for, so the number is still its
+            os.waitpid(pid, 0)
+
+
+class Echo:
+    """The other end of a worker that returns each message, as `multiprocessing.Pipe` would carry it: bytes through a socket."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._loop = asyncio.get_running_loop()
+
+    async def trip(self, content: memoryview, into: memoryview) -> None:
+        """Send bytes and receive them.
+
+        Raises:
+            NotDoneError: the worker has ended.
+        """
+        with suppress(ConnectionError):
+            for left in (memoryview(_HEAD.pack(content.nbytes)), content):
+                while len(left):  # uvloop's own sock_sendall logs an InvalidStateError when Ctrl-C cancels it
+                    try:
+                        left = left[self._sock.send(left) :]
+                    except BlockingIOError:
+                        await anyio.wait_writable(self._sock)
+            room = into
+            while received := await self._loop.sock_recv_into(self._sock, room):
+                room = room[received:]
+                if not len(room):
+                    return
+        raise NotDoneError("the worker process of the rival 'pipe' has ended; run aionn bench again")
+
+
+async def first_answer_ns(*arguments: str) -> int:
+    """Return the nanoseconds from the start of a fresh worker process to its word that it has an answer.
+
+    Raises:
+        NotDoneError: the process ended without an answer. Its stderr says why.
+    """
+    loop = asyncio.get_running_loop()
+    began_ns = time.perf_counter_ns()
+    with worker(*arguments) as sock:
+        said = await loop.sock_recv(sock, 1)
+        ended_ns = time.perf_counter_ns()
+        if not said:
+            raise NotDoneError(f"the fresh process for {arguments[0]!r} ended without an answer; its messages are above")
+        while await loop.sock_recv(sock, 1):  # until it has closed its runtime, so that nothing of it runs beside the next one
+            pass
+    return ended_ns - began_ns
+
+
+LEAST_ROUNDS = 5
+"""Fewer rounds can show no significant difference between two runs."""
+
+MOST_ROUNDS = 20
+_LEAST_TRIPS = 20
+
+Take = Callable[[float], Awaitable[Sequence[int]]]
+"""Measures one round of one kind for about so many seconds. Returns nanoseconds, one number for each repetition."""
+
+
+@dataclass
+class Measured:
+    """What was measured of one kind.
+
+    Attributes:
+        name: what was done. rival: whether aionn had no part in it.
+        rounds: nanoseconds of all repetitions, by round.
+    """
+
+    name: str
+    rival: bool = False
+    rounds: list[Sequence[int]] = field(default_factory=list)
+
+    @property
+    def p50_s(self) -> float:
+        return self._percentile_s(0.50)
+
+    @property
+    def p99_s(self) -> float:
+        return self._percentile_s(0.99)
+
+    def _percentile_s(self, share: float) -> float:
+        taken = sorted(ns for one in self.rounds for ns in one)
+        return taken[min(len(taken) - 1, int(len(taken) * share))] / 1e9
+
+    def medians_s(self) -> list[float]:
+        """Return the median of each round, in seconds."""
+        return [statistics.median(one) / 1e9 for one in self.rounds]
+
+
+def trips(trip: Callable[[], Awaitable[object]]) -> Take:
+    """Return a `Take` that repeats one call until the time is over."""
+
+    async def take(seconds: float) -> Sequence[int]:
+        taken: list[int] = []
+        ends_ns = time.perf_counter_ns() + int(seconds * 1e9)
+        now_ns = 0
+        while len(taken) < _LEAST_TRIPS or now_ns < ends_ns:
+            began_ns = time.perf_counter_ns()
+            await trip()
+            now_ns = time.perf_counter_ns()
+            taken.append(now_ns - began_ns)
+        return taken
+
+    return take
+
+
+async def rounds(kinds: Mapping[str, Take], rivals: Mapping[str, Take], seconds: float, rest_s: float) -> list[Measured]:
+    """Measure in rounds, after one short round that does not count.
+
+    Args:
+        kinds: what aionn does, by name. rivals: what does without aionn.
+        seconds: how long all rounds together are to take. `LEAST_ROUNDS` are run in any case.
+        rest_s: how long a kind with a fixed amount of work takes about; 0 for kinds that fill the time they get.
+    """
+    takes = {**kinds, **rivals}
+    found = {name: Measured(name, name in rivals) for name in takes}
+    planned = MOST_ROUNDS if not rest_s else max(LEAST_ROUNDS, int(seconds / (rest_s * len(takes))))
+    share_s = seconds / (min(planned, MOST_ROUNDS) * len(takes))
+    ends_s = time.monotonic() + seconds
+    for take in takes.values():
+        await take(0.0)
+    done = 0
+    while done < LEAST_ROUNDS or (done < planned and time.monotonic() < ends_s):
+        for name, take in takes.items():
+            found[name].rounds.append(await take(share_s))
+        done += 1
+    return list(found.values())

@@ -10,8 +10,7 @@ from typing import Annotated
 
 from cyclopts import App, CycloptsError, Parameter
 
-from aionn.cli.amounts import bytes_of, seconds_of
-from aionn.cli.printing import NotDoneError, UsageError, error_console, show_warnings
+from aionn.cli.printing import NotDoneError, UsageError, bytes_of, error_console, seconds_of, show_warnings
 from aionn.errors import AionnError, CallerError
 from aionn.escapes import escaped
 

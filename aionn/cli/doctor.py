@@ -55,11 +55,11 @@ def examine(state_dir: str | None, cache_dir: str | None, devices: Sequence[str]
 
 def _rows(folders: _Folders, devices: Sequence[str] | None) -> list[Row]:
     """Run the checks. Those that import much come last, because little memory must be noticed before it is used."""
-    from aionn.cli.checks import containers, kernel, machine, process_limits, sandbox
+    from aionn.cli.checks import kernel, machine, sandbox
 
     clock = machine.ClockWatch()
-    rows = [kernel.kernel(), process_limits.python(), process_limits.open_files(), process_limits.address_space()]
-    rows += [containers.cpus(), containers.memory()]
+    rows = [kernel.kernel(), machine.python(), machine.open_files(), machine.address_space()]
+    rows += [machine.cpus(), machine.memory()]
     rows += [check(Path("/")) for check in kernel.CHECKS]
     rows += kernel.child_processes()
     rows += [check(Path("/")) for check in sandbox.CHECKS]

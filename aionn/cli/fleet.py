@@ -23,11 +23,10 @@ except ImportError as error:
 from aionn.fleet import BuilderKey, encode_public_key, keyring_folder, read_keyring
 from aionn.fleet.artifact_store import ArtifactStore
 from aionn.fleet.asking import PATIENCE_S
-from aionn.fleet.checking import Checked, check_store
 from aionn.fleet.judging import claimed_files, trusted_files
 from aionn.fleet.pulling import Pulled, pull_cache
 from aionn.fleet.pushing import EntryPushed, push_cache
-from aionn.fleet.sweeping import SweepReport, sweep
+from aionn.fleet.sweeping import Checked, SweepReport, check_store, sweep
 
 _WORK_PATIENCE_S = 30.0
 """Seconds without an answer after which a command that only works on a store gives up. A start of an app does not wait for these."""

@@ -18,10 +18,8 @@ from dataclasses import asdict
 from rich.console import Console
 
 from aionn.cli.printing import NotDoneError, UsageError, print_json, print_plainly
-from aionn.cli.top_figures import Figures
-from aionn.cli.top_reading import NotReadableError
+from aionn.cli.top_reading import Figures, NotReadableError, not_seen, snapshot
 from aionn.cli.top_screen import show_screen
-from aionn.cli.top_snapshot import not_seen, snapshot
 from aionn.cli.top_tables import content
 
 _LEAST_INTERVAL_S, _USUAL_INTERVAL_S = 0.1, 1.0

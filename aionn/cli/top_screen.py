@@ -23,9 +23,7 @@ from rich.live import Live
 from rich.segment import Segment
 from rich.text import Text
 
-from aionn.cli.top_figures import Figures, figures
-from aionn.cli.top_reading import NotReadableError, Reading, read
-from aionn.cli.top_snapshot import not_seen
+from aionn.cli.top_reading import Figures, NotReadableError, Reading, figures, not_seen, read
 from aionn.cli.top_tables import SORTS, content
 
 _WAKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGTSTP, signal.SIGCONT, signal.SIGWINCH)

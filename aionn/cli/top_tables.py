@@ -10,8 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from aionn.cli.printing import size
-from aionn.cli.top_figures import BurstFigures, DeviceFigures, Figures, RuntimeFigures
-from aionn.cli.top_snapshot import none_open
+from aionn.cli.top_reading import BurstFigures, DeviceFigures, Figures, RuntimeFigures, none_open
 from aionn.escapes import escaped
 
 Row = tuple[RuntimeFigures, BurstFigures]

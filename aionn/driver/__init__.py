@@ -1,29 +1,23 @@
 """A driver's process: everything that a device needs and no engine should write.
 
     registry   finds engines, and devices that an author has written without an engine, by name
-    device     makes an `IDevice` of any engine
+    device     makes an `IDevice` of any engine, to which it hands the blob cache
     service    serves the device to the app over the control socket; everything that its client made is freed with the client
     received   the memories and files that came with a call, and duplicates of its descriptors for a thread
     prepared_model  a model on an engine: its lanes, executions and bursts
     memories   the memories of a request as the device sees them, and those of a burst, kept mapped
     execution  requests, bound to their bytes, as a lane runs them
+    values     runs with strings, sequences, maps or optionals
     options    the facts that an engine may leave out, and the options that apps give it
-    values     runs with strings, sequences, maps and optionals
-    compiling  one compilation by an engine
+    compiling  one compilation by an engine, and better artifacts that the engine offers while it runs
     sharing    the executables of prepared models: one per instance, shared by prepared models of the same model
-    lanes      the threads of a prepared model, one per instance: each waits for requests natively, and runs them
-    streams    lets executables know when bursts open and end
-    tuning     better artifacts that an engine offers while it runs
-    priority   lets executions of high priority go first
+    lanes      the threads of a prepared model, one per instance: each waits for requests natively, and runs them by priority
     threads    the threads for compiling and loading
     artifacts  stores what was compiled, and loads it verified
-    blobs      the blob cache that a device hands to its engine
     engine_errors  what is a bug in an engine, where it lies, and which need would have allowed what the sandbox denied
-    log_lines  sends the log of this process to the app's log
     template   copies of this process that become drivers (`_sibling`)
-    schedule   when a driver process gets CPU time
     beginning  the first lines: bind the driver's life to its parent's, confine the process, drop output in excess (`_valve`)
-    process    what `python -m aionn.driver NAME` does then: find its engine, greet, serve
+    process    what `python -m aionn.driver NAME` does then: find its engine, greet, serve, send its log to the app's
     __main__   makes settings that must come before the imports, and calls `process`
 
 Engines see arrays, and clients see HAL calls. No module here knows the runtime.

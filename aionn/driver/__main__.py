@@ -25,11 +25,9 @@ if __name__ == "__main__":
             from aionn.driver.template import leave_template, set_blas_threads
 
             arguments = leave_template(arguments)  # returns once in each driver
-        from aionn.driver.schedule import schedule_of, take_up
+        from aionn.driver.beginning import begin, schedule_of, take_up
 
         take_up(schedule_of(arguments))
-        from aionn.driver.beginning import begin
-
         begun = begin(arguments)  # confines the process, so nothing that needs more may be imported before
         if isinstance(begun, int):
             code = begun

@@ -2,16 +2,19 @@
 
 Blocking calls of the engine run in threads, and the loop only orders them. A cancelled or late preparation sets the engine's cancel
 flag and is abandoned. Its thread ends when the engine returns.
-"""
+
+A device hands a blob cache to its engine with every compilation, for parity with Android's driver cache. The cache is opened when the
+engine first uses it. An engine that keeps nothing there costs its driver neither a database nor the import of one."""
 
 from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import anyio
 import anyio.to_thread
@@ -23,15 +26,13 @@ from aionn.burst import ExecutionBurstServer
 from aionn.caching.outcomes import MissReason, Refusal
 from aionn.caching.private_folder import RecordsFolder
 from aionn.driver.artifacts import Artifacts, LentHandles, Loaded
-from aionn.driver.blobs import DeviceBlobs
-from aionn.driver.compiling import compilation_error, compiled_model
+from aionn.driver.compiling import Tuning, compilation_error, compiled_model
+from aionn.driver.lanes import Turns
 from aionn.driver.memories import EngineBuffer, constants_of
 from aionn.driver.options import OptionalFacts, runs_on
 from aionn.driver.prepared_model import EnginePreparedModel
-from aionn.driver.priority import Turns
 from aionn.driver.sharing import CompiledIdentity, Shared, Sharing, identity_of, identity_of_stored, instances_of
 from aionn.driver.threads import Threads, trim_arenas
-from aionn.driver.tuning import Tuning
 from aionn.errors import CompilationError, DeadlineError
 from aionn.hal.engine import CancelFlag, CompileOptions, Engine, Executable
 from aionn.hal.interfaces import CacheHandles, IPreparedModel, PrepareOptions
@@ -43,6 +44,10 @@ from aionn.memory.device_buffers import DeviceBuffers
 from aionn.memory.region import give_back, reserve
 from aionn.pages.page import DriverPage, Slot, private_slot
 from aionn.tasks import seconds_until
+
+if TYPE_CHECKING:
+    from aionn.caching.blob_cache import BlobCache
+
 
 T = TypeVar("T")
 _Load = Callable[[CacheHandles, CompileOptions], Loaded]
@@ -313,3 +318,44 @@ def _return_freed_memory(model: Model, behind: Callable[[Callable[[], None]], No
     """Return what a compilation of a large model has freed to the system, after the answer."""
     if sum(constant.location.length for constant in model.constants) >= _LARGE_BYTES:
         behind(trim_arenas)
+
+
+class DeviceBlobs:
+    """The blob cache of one version of one device. Satisfies `IBlobCache`."""
+
+    def __init__(self, device: str, version: str, state_directory: str | os.PathLike[str] | RecordsFolder | None) -> None:
+        self._device, self._version, self._state_directory = device, version, state_directory
+        self._lock = threading.Lock()
+        self._cache: BlobCache | None = None
+        self._closed = False
+
+    def _opened(self) -> BlobCache | None:
+        with self._lock:
+            if self._cache is None and not self._closed:
+                from aionn.caching.blob_cache import BlobCache  # brings a database, which few engines need
+
+                self._cache = BlobCache(device=self._device, version=self._version, state_directory=self._state_directory)
+            return self._cache
+
+    def get(self, key: bytes) -> bytes | None:
+        """Return the value that was set under `key`, or None."""
+        cache = self._opened()
+        return None if cache is None else cache.get(key)
+
+    def set(self, key: bytes, value: bytes) -> bool:
+        """Keep `value` under `key`; return whether it is kept."""
+        cache = self._opened()
+        return cache is not None and cache.set(key, value)
+
+    def delete(self, key: bytes) -> None:
+        """Forget `key`, if it is there."""
+        cache = self._opened()
+        if cache is not None:
+            cache.delete(key)
+
+    def close(self) -> None:
+        """Close the cache. Later reads find nothing and later writes keep nothing."""
+        with self._lock:
+            cache, self._cache, self._closed = self._cache, None, True
+        if cache is not None:
+            cache.close()

@@ -4,6 +4,13 @@ The driver ends with its parent, however the parent ends. The kernel sends SIGKI
 is gone. That signal does not reach a driver in another pid namespace, or with a process in between. There the end of the control
 socket ends the driver. The driver leaves nothing that could outlive it: no named memory, no child, no file. (An engine that
 writes temporary files by path leaves them in a private folder, which the app removes. No engine of aionn does.)
+
+The log of the driver process goes to the app's log. Lines below WARNING stay here. A text is cut, and so many lines are sent in a second.
+One more line says how many were left out; it comes when that second is over, whether or not another line is logged then.
+
+Invariants
+    Of each second that begins with a line, at most PER_SECOND lines and the one about the others are sent.
+    A line that is left out costs no formatting, so an engine that logs without end takes little time from executions.
 """
 
 from __future__ import annotations
@@ -13,6 +20,9 @@ import faulthandler
 import gc
 import logging
 import resource
+import time
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import anyio
@@ -22,7 +32,6 @@ from anyio.abc import TaskGroup
 from aionn import trace
 from aionn.driver.beginning import Begun
 from aionn.driver.device import EngineDevice
-from aionn.driver.log_lines import LogLines
 from aionn.driver.registry import entered, find, is_device
 from aionn.driver.service import DeviceService
 from aionn.errors import AionnError, DeviceUnavailableError
@@ -30,8 +39,7 @@ from aionn.hal.interfaces import IDevice
 from aionn.memory.limits import NO_DESCRIPTOR_LEFT, allocation_error
 from aionn.pages.layout import PAGE_BYTES
 from aionn.pages.page import BEAT_S, DriverPage
-from aionn.remote.control import STACKS_SIGNAL, Refused, encode
-from aionn.remote.failures import failure_of
+from aionn.remote.control import STACKS_SIGNAL, Refused, encode, failure_of
 
 CLEAN_UP_S = 2.0
 """How long a driver may take to free what its client left. Then it ends anyway."""
@@ -112,3 +120,70 @@ def main(begun: Begun) -> int:
     """Serve the socket that the parent left open, in a process that `beginning.begin` has prepared. Returns the exit code."""
     anyio.run(serve, begun, backend_options={"use_uvloop": True})
     return 0
+
+
+MAX_BYTES = 8192
+PER_SECOND = 50
+SECOND_S = 1.0
+
+
+class LogLines(logging.Handler):
+    """Hands each line to `send` in the loop, whatever thread logs it.
+
+    Args:
+        send: gets the level, the logger's name and the text.
+    """
+
+    def __init__(self, send: Callable[[int, str, str], None]) -> None:
+        super().__init__(logging.WARNING)
+        self._send = send
+        self._loop = asyncio.get_running_loop()
+        self._began = -SECOND_S
+        self._lines = 0
+        self._left_out = 0
+        self._logger = ""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Send a line, or count it as left out. `logging` calls this with the handler's lock held."""
+        now = time.monotonic()
+        if now - self._began >= SECOND_S:
+            self._flush()
+            self._began, self._lines = now, 0
+        self._lines += 1
+        if self._lines <= PER_SECOND:
+            self._post(record.levelno, record.name, _cut(self.format(record)))
+            return
+        self._left_out += 1
+        self._logger = record.name
+        if self._left_out == 1:
+            with suppress(RuntimeError):  # the loop has been closed, and the process ends
+                self._loop.call_soon_threadsafe(self._loop.call_later, self._began + SECOND_S - now, self._second_over, self._began)
+
+    def _second_over(self, began: float) -> None:
+        self.acquire()
+        try:
+            if began == self._began:  # else a line has begun another second, and sent how many were left out of this one
+                self._flush()
+        finally:
+            self.release()
+
+    def _flush(self) -> None:
+        left_out, self._left_out = self._left_out, 0
+        if left_out:
+            self._post(logging.WARNING, self._logger, f"{left_out} more lines in one second were left out")
+
+    def _post(self, level: int, name: str, text: str) -> None:
+        with suppress(RuntimeError):  # the loop has been closed, and the process ends
+            self._loop.call_soon_threadsafe(self._send, level, name, text)
+
+
+def _cut(text: str) -> str:
+    """Return a text of at most MAX_BYTES. The end of a traceback says most, so a long text loses its middle."""
+    if len(text) <= MAX_BYTES // 4:
+        return text
+    content = text.encode("utf-8", "replace")
+    if len(content) <= MAX_BYTES:
+        return text
+    between = f"\n[{len(content)} bytes in all]\n"
+    begin, end = content[: MAX_BYTES // 4], content[-(MAX_BYTES * 3 // 4 - len(between)) :]
+    return begin.decode("utf-8", "ignore") + between + end.decode("utf-8", "ignore")

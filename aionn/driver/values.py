@@ -16,8 +16,7 @@ from aionn.hal.values import ValuesResult
 from aionn.memory.region import Region
 from aionn.remote.calls import ExecutedValues, ExecuteValues
 from aionn.remote.channel import Descriptors
-from aionn.remote.value_calls import IN_LOOP_BYTES, aside, encoded_values, laid_out, received_data
-from aionn.remote.values import decoded
+from aionn.remote.values import IN_LOOP_BYTES, aside, decoded, encoded_values, laid_out, received_data
 
 
 async def run_values(lanes: Lanes, device: str, inputs: Mapping[str, Any], measure_timing: bool, deadline_ns: int | None) -> ValuesResult:

@@ -7,21 +7,16 @@ domains and a process. Making an engine imports its library; importing the engin
 `onnx`, which a driver that is just starting does not need.
 
     reference             NumPy through onnx.reference: right before fast; small models; caches nothing
-    reference_quantized   operators of quantised models that onnx.reference lacks or computes in another way
     onnxruntime           runs every model found; large tables used in place, other constants copied by the library;
                           compiles in milliseconds, loads in fewer
     onnxruntime_executable  a session of it as an executable, with the bindings of its arrays
-    onnxruntime_providers  its providers: which ones work here, and what a session really runs on
-    onnxruntime_errors    its complaints, as errors that name the node
-    onnxruntime_artifact  the files that ONNX Runtime writes while it compiles
-    onnxruntime_weights   constants that ONNX Runtime uses where they lie, and how long they must live
+    onnxruntime_providers  its providers: which ones work here, what a session really runs on, and the versions of GPUs and their libraries
+    onnxruntime_artifact  the files that ONNX Runtime writes while it compiles, and constants that it uses where they lie
     openvino              slower to compile, 1.3 to 4.7 times quicker on convolutions (x86): the second stage
     openvino_devices      its devices, and the properties that a compile sets
-    openvino_tensors      its tensors over arrays
-    elements              arrays of types that NumPy lacks, as engines take them
-    complaints            what a library says of a run that failed, as one sentence
-    accelerators          versions of GPUs, their drivers and their libraries
-    outputs               moves outputs that an engine has made into the arrays given for them
+    reference_quantized   operators of quantised models that onnx.reference lacks or computes in another way
+    elements              arrays of types that NumPy lacks, as engines take them, and outputs moved into the arrays given for them
+    complaints            what a library says of a run or a model that failed, as one sentence
     processor             what this machine's CPU offers: usable cores, threads for a run, instruction set, flushing of denormals
     installed             which engines there are, by their entry points
     needs                 what an engine needs of its driver's sandbox
@@ -29,7 +24,7 @@ domains and a process. Making an engine imports its library; importing the engin
 What all engines keep to
     Arrays given to `run` are used in place. An engine that can avoid it keeps none of them alive, because the driver unmaps memory
     that an app has freed. Each engine says what it keeps.
-    An output with another shape than the array given for it goes back in the report (`outputs.deliver`).
+    An output with another shape than the array given for it goes back in the report (`elements.deliver`).
     Accuracy is float32 as the model says it. An engine that would lower the precision by itself is set not to, unless the app's options
     ask for it.
     The number of threads is always explicit. It comes from the app, or from the CPUs that this process may use. It never comes from the

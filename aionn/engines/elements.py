@@ -3,6 +3,8 @@
 An array of bfloat16 or float8 has the engine's bytes already, and only the type's name is another one. Engines pack elements of 4 and
 2 bits as ONNX does: the first element lies in the lowest bits of a byte. An array of ml_dtypes has a byte for each. So such tensors
 are packed before a run, and unpacked after it (`PackedRuns`).
+
+`deliver` moves outputs that an engine has made into the arrays that were given for them.
 """
 
 from __future__ import annotations
@@ -71,3 +73,13 @@ class PackedRuns:
             if name in kinds and name not in made:
                 array[...] = unpack(places[name], kinds[name])
         return ExecutionReport(made, report.on_device_ns)
+
+
+def deliver(made: dict[str, NDArray[Any]], outputs: Mapping[str, NDArray[Any]]) -> None:
+    """Move outputs from `made` into the arrays of `outputs`. Keep an output in `made` if its array has another shape.
+
+    NumPy would broadcast a smaller output over a larger array, so the shapes are compared.
+    """
+    for name, place in outputs.items():
+        if made[name].shape == place.shape:
+            place[...] = made.pop(name)

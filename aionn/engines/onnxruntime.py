@@ -42,11 +42,18 @@ from typing import Any
 
 import msgspec
 
-from aionn.engines.onnxruntime_artifact import ARTIFACT_FORMAT, WEIGHTS_FILE, WrittenArtifact, without_notes
-from aionn.engines.onnxruntime_errors import compilation_error, without_status
+from aionn.engines.complaints import compilation_error, without_status
+from aionn.engines.onnxruntime_artifact import (
+    ARTIFACT_FORMAT,
+    WEIGHTS_FILE,
+    InPlace,
+    WrittenArtifact,
+    outside_folder,
+    with_weights_outside,
+    without_notes,
+)
 from aionn.engines.onnxruntime_executable import OnnxRuntimeExecutable, values_refusal
 from aionn.engines.onnxruntime_providers import CPU, Provider, nodes_on, short_names
-from aionn.engines.onnxruntime_weights import InPlace, outside_folder, with_weights_outside
 from aionn.engines.processor import Flushing, instruction_set, run_threads
 from aionn.errors import CallerError, CompilationError, DeviceUnavailableError
 from aionn.graph.arrays import arrays_over, constant_arrays

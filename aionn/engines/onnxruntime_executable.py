@@ -13,8 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aionn.engines.complaints import onnxruntime_failure
-from aionn.engines.elements import PACKED_BITS, PackedRuns, pack, packed_bytes
-from aionn.engines.outputs import deliver
+from aionn.engines.elements import PACKED_BITS, PackedRuns, deliver, pack, packed_bytes
 from aionn.engines.processor import Flushing
 from aionn.hal.engine import Artifact, ExecutionReport
 from aionn.hal.types import OperandType

@@ -35,16 +35,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aionn.engines.complaints import openvino_failure
-from aionn.engines.elements import PackedRuns
+from aionn.engines.elements import PACKED_BITS, PackedRuns, as_bytes, deliver
 from aionn.engines.openvino_devices import Chosen, computes_with, flushes_denormals
-from aionn.engines.openvino_tensors import Tensors
-from aionn.engines.outputs import deliver
 from aionn.engines.processor import Flushing, instruction_set
 from aionn.errors import CallerError, CompilationError, DeviceUnavailableError
 from aionn.hal.engine import Artifact, CompileOptions, Executable, ExecutionReport
 from aionn.hal.model import Model, Operation
 from aionn.hal.options import NO_OPTIONS, OptionValue
-from aionn.hal.types import CacheFiles
+from aionn.hal.types import CacheFiles, OperandType
 from aionn.hal.values import outside_frames
 
 _CONVERTER = "openvino.tools.ovc"
@@ -366,3 +364,50 @@ def _compilation_error(message: str, operations: Sequence[Operation]) -> Compila
     node = named.group(1) if named else next((operation.name for operation in operations if operation.op_type in refused), None)
     at = "" if node is None else f" at node {node!r}"
     return CompilationError(f"openvino cannot prepare the model{at}: {reason}", node=node, reason=reason)
+
+
+_KINDS = {
+    "bf16": OperandType.BFLOAT16,
+    "f8e4m3": OperandType.FLOAT8E4M3FN,
+    "f8e5m2": OperandType.FLOAT8E5M2,
+    "f8e8m0": OperandType.FLOAT8E8M0,
+    "f4e2m1": OperandType.FLOAT4E2M1,
+    "i4": OperandType.INT4,
+    "u4": OperandType.UINT4,
+}
+"""By OpenVINO's name of a type that NumPy lacks."""
+
+
+class Tensors:
+    """The tensors of one executable.
+
+    Attributes:
+        ov: the package.
+        packed: the packed types by the names of inputs and outputs.
+        packed_runs: runs the executable where some type is packed.
+    """
+
+    def __init__(self, openvino: Any, inputs: Sequence[Any], outputs: Sequence[Any], given: Sequence[str], made: Sequence[str]) -> None:
+        """`inputs`, `outputs`: ports of the compiled model. `given`, `made`: their names."""
+        self.ov = openvino
+        types = {name: port.get_element_type() for name, port in zip((*given, *made), (*inputs, *outputs), strict=True)}
+        self._kinds = {
+            name: (_KINDS[element.get_type_name()], element) for name, element in types.items() if element.get_type_name() in _KINDS
+        }
+        self.packed = {name: kind for name, (kind, _) in self._kinds.items() if kind in PACKED_BITS}
+        self.packed_runs: PackedRuns | None = None
+
+    def over(self, name: str, array: NDArray[Any]) -> Any:
+        """Return a tensor over an array."""
+        if name not in self._kinds:
+            return self.ov.Tensor(array, shared_memory=True)
+        return self.ov.Tensor(as_bytes(array), self.ov.Shape(array.shape), self._kinds[name][1])
+
+    def copy_of(self, name: str, tensor: Any) -> NDArray[Any]:
+        """Return a tensor's elements. One of a packed type stays packed, in an array of its shape."""
+        if name not in self._kinds:
+            return np.array(tensor.data)
+        kind, content = self._kinds[name][0], as_bytes(tensor.data)
+        array: NDArray[Any] = np.zeros(tuple(tensor.shape), np.uint8 if kind in PACKED_BITS else kind.dtype)
+        as_bytes(array)[: content.size] = content
+        return array

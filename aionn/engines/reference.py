@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aionn.engines.complaints import reference_failure
-from aionn.engines.outputs import deliver
+from aionn.engines.elements import deliver
 from aionn.errors import CompilationError, DeviceUnavailableError
 from aionn.hal.engine import Artifact, CompileOptions, Executable, ExecutionReport
 from aionn.hal.model import Model

@@ -5,11 +5,11 @@ the artifact: it checks the statement with the public keys of its user (the *key
 
     adopting            `adopt` and `use_backend`: an open runtime takes one artifact, or asks a backend at each miss
     asking              `StoreBackend`: an artifact store as the backend of a runtime
-    pausing             what has failed is not asked for a while, with one warning
     keys                `BuilderKey`: a private key in a file, which signs the entries of a cache
 
     pushing, pulling    `aionn fleet push` and `pull`: from a local cache to a store, and back
-    sweeping, checking  `aionn fleet gc` and `verify`
+    sweeping            `aionn fleet gc` and `verify`
+    folders             files of a local store, without symlinks and without waiting
     records             what the drivers' records say about the entries of a local cache
 
     artifact_store      files and statements in a store
@@ -17,8 +17,7 @@ the artifact: it checks the statement with the public keys of its user (the *key
     judging             which statements of a store are accepted
     places              the paths of objects in a store
     requests            requests to an object store (obstore), with a time limit
-    folders             files of a local store, without symlinks and without waiting
-    addresses, errors   opening a store by its address, and its errors as one class
+    addresses           opening a store by its address, and its errors as one class
 
 What drivers need lies in `aionn.caching`: `statement` (the signed statement), `keyring` (the keys that a user trusts).
 """
@@ -26,11 +25,11 @@ What drivers need lies in `aionn.caching`: `statement` (the signed statement), `
 from aionn.caching.keyring import decode_public_key, encode_public_key, keyring_folder, read_keyring
 from aionn.caching.offers import ArtifactRequest, CompileBackend, Offered
 from aionn.caching.statement import Statement, claimed_statement, sign_statement, statement_of, verified_statement
+from aionn.fleet.addresses import StoreError
 from aionn.fleet.adopting import adopt, use_backend
 from aionn.fleet.asking import StoreBackend
-from aionn.fleet.errors import StoreError
 from aionn.fleet.keys import BuilderKey
-from aionn.graph.carrying import ModelFile
+from aionn.graph.digest import ModelFile
 from aionn.hal.trust import Keyring, TrustedKey
 from aionn.runtime.model import content_of
 

@@ -1,4 +1,7 @@
-"""Open the address of an artifact store: a local directory, memory, or an S3-compatible bucket."""
+"""Open the address of an artifact store: a local directory, memory, or an S3-compatible bucket.
+
+`StoreError` says that an artifact store cannot be used.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
-from aionn.errors import CallerError
-from aionn.fleet.errors import StoreError
+from aionn.errors import AionnError, CallerError
 
 try:
     from obstore.exceptions import BaseError
@@ -102,3 +104,17 @@ def _bucket(address: str, bucket: str, prefix: str, patience_s: float) -> Opened
     except (BaseError, ValueError) as error:
         raise StoreError(address, "opening it", str(error).partition("\n")[0]) from error
     return OpenedStore(address, objects, None, patience_s)
+
+
+class StoreError(AionnError):
+    """An artifact store cannot be used: it does not answer, it refuses, it is full, or its address is wrong.
+
+    Attributes:
+        store: the address.
+        reason: what the store answered, or that it did not answer in time.
+    """
+
+    def __init__(self, store: str, doing: str, reason: str) -> None:
+        super().__init__(f"artifact store {store}: {doing} failed: {reason}")
+        self.store = store
+        self.reason = reason

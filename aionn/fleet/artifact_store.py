@@ -24,8 +24,7 @@ import anyio
 
 from aionn.caching.manifest import StoredFile
 from aionn.caching.outcomes import MissReason, Refusal, refusal_of_os_error
-from aionn.fleet.addresses import OpenedStore
-from aionn.fleet.errors import StoreError
+from aionn.fleet.addresses import OpenedStore, StoreError
 from aionn.fleet.folders import BadContentsError, Found
 from aionn.fleet.places import STATEMENTS, StatementPlace, file_path, seen_path, statement_place
 from aionn.fleet.requests import Requests

@@ -1,12 +1,14 @@
 """`StoreBackend`: an artifact store that is asked for an artifact before a model is compiled (`CompileBackend`).
 
-A store that is down costs one compile `patience_s` seconds. After that failure, which is logged, the store is not asked for 30 seconds.
+A store that is down costs one compile `patience_s` seconds. After that failure, the store is not asked for 30 seconds, and each kind of
+failure is one WARNING in the log (`Pauses`).
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Sequence
 from functools import partial
 
@@ -17,12 +19,10 @@ from aionn.caching.manifest import StoredFile
 from aionn.caching.offers import ArtifactRequest, Offered
 from aionn.caching.outcomes import MissReason, Refusal, refusal_of_os_error
 from aionn.caching.statement import Statement
-from aionn.fleet.addresses import open_address
+from aionn.fleet.addresses import StoreError, open_address
 from aionn.fleet.artifact_store import ArtifactStore, each
-from aionn.fleet.errors import StoreError
 from aionn.fleet.folders import open_below
 from aionn.fleet.judging import statement_at
-from aionn.fleet.pausing import Pauses
 from aionn.fleet.places import StatementPlace, file_path, fingerprint
 from aionn.hal.trust import Keyring
 from aionn.tasks import run_in_thread
@@ -140,3 +140,37 @@ async def fetch_offer(store: ArtifactStore, signed: bytes, statement: Statement)
         if not kept:
             for fd in fds:
                 os.close(fd)
+
+
+_PAUSE_S = 30.0
+"""So long a service is left alone after a failure. Each compile in that time would wait for it in vain."""
+
+
+class Pauses:
+    """The failures of the services that a backend asks, such as an artifact store. In one event loop.
+
+    Args:
+        logger: for the failures. The first of each kind is a WARNING, and later ones are INFO.
+        message: what is logged. It has one %s, which stands for the reason.
+    """
+
+    def __init__(self, logger: logging.Logger, message: str) -> None:
+        self._logger, self._message = logger, message
+        self._until: dict[str, float] = {}  # time.monotonic, by service
+        self._warned: set[str] = set()
+
+    def paused(self, *services: str) -> bool:
+        """Return whether one of these services has failed within the last 30 seconds."""
+        now = time.monotonic()
+        return any(now < self._until.get(service, 0.0) for service in services)
+
+    def pause(self, service: str, kind: str, why: str) -> None:
+        """Note that a service has failed, and log it."""
+        self._until[service] = time.monotonic() + _PAUSE_S
+        self.log(kind, why)
+
+    def log(self, kind: str, why: str) -> None:
+        """Log a failure, after which the service may be asked again at once."""
+        level = logging.INFO if kind in self._warned else logging.WARNING
+        self._warned.add(kind)
+        self._logger.log(level, self._message, why)

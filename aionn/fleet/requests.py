@@ -29,8 +29,7 @@ from obstore.exceptions import (
 
 from aionn.caching.manifest import StoredFile
 from aionn.escapes import escaped
-from aionn.fleet.addresses import OpenedStore
-from aionn.fleet.errors import StoreError
+from aionn.fleet.addresses import OpenedStore, StoreError
 from aionn.fleet.folders import BadContentsError, Found, found_below, read_small, unlink_below
 
 T = TypeVar("T")

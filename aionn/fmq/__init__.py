@@ -20,10 +20,9 @@ The design on one page
         `_lane.c`        `Lane`: one of these threads, which takes, answers and waits
         `_anticipate.c`  lets a lane run the model once before the next request is due
     `message_queue`  `MessageQueue(Ring)`: making, attaching, waiting, ending, closing
-    `waiting`        the tasks that wait on one side of one queue; one persistent `add_reader` for all of them
+    `waiting`        the tasks that wait on one side of one queue; one persistent `add_reader` for all of them; errors of a queue
     `event_flag`     `EventFlag`: 32 bits with libfmq's semantics, for threads, libfmq peers and tasks
     `descriptors`    the file descriptors of a queue: their check and their release
-    `errors`         the errors of a queue
 
 Why it is fast: a commit is one store and one fence. A system call is made only if the other side sleeps.
 Why it is safe: a peer can be late, dead, broken or hostile. Descriptors are checked before anything is mapped, and
@@ -34,10 +33,10 @@ What exists for parity with the reference: the unsynchronized flavour, libfmq's 
 """
 
 from aionn.fmq._ring import LONGEST_KNOWN, SOON, Caller, Lane, Lanes, Listener
-from aionn.fmq.errors import QueueClosedError, QueueCorruptedError
 from aionn.fmq.event_flag import EventFlag
 from aionn.fmq.layout import NOT_EMPTY, NOT_FULL
 from aionn.fmq.message_queue import MessageQueue
+from aionn.fmq.waiting import QueueClosedError, QueueCorruptedError
 from aionn.hal.queues import MQDescriptor, MQFlavor
 
 __all__ = [

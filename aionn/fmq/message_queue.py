@@ -29,10 +29,9 @@ from aionn.errors import CallerError, DeadlineError, again
 from aionn.fmq import layout
 from aionn.fmq._ring import Ring
 from aionn.fmq.descriptors import check_eventfd, make_eventfds, release
-from aionn.fmq.errors import QueueClosedError, QueueCorruptedError
 from aionn.fmq.event_flag import EventFlag, deadline_after
 from aionn.fmq.layout import Element
-from aionn.fmq.waiting import WaitingRoom
+from aionn.fmq.waiting import QueueClosedError, QueueCorruptedError, WaitingRoom
 from aionn.hal.queues import MQDescriptor, MQFlavor
 from aionn.hal.types import MemoryDescription, MemoryKind
 from aionn.memory.region import Region

@@ -7,6 +7,8 @@ in which they came. Only the first may take, and the next one gets its turn when
 Invariant
     While a waiter whose turn it is sleeps, one of three holds. The side is armed for it, or a token is in the eventfd, or
     the callback that looks for it is about to run. `_settle` restores this invariant when a waiter comes, leaves or wakes.
+
+The errors of a queue, beside `CallerError` and `DeadlineError`, stand here, too.
 """
 
 from __future__ import annotations
@@ -16,8 +18,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
-from aionn.errors import CallerError, DeadlineError
-from aionn.fmq.errors import QueueClosedError
+from aionn.errors import AionnError, CallerError, DeadlineError
 from aionn.tasks import running_loop
 
 T = TypeVar("T")
@@ -193,3 +194,14 @@ class _Alarm:
     def cancel(self) -> None:
         if self._handle is not None:
             self._handle.cancel()
+
+
+class QueueClosedError(AionnError):
+    """The queue was closed: by the peer, and all its elements have been read, or here, while a task waited."""
+
+
+class QueueCorruptedError(AionnError):
+    """A shared counter has an impossible value, because the peer is broken or hostile. Nothing was read or written.
+
+    The queue cannot be repaired. End the peer, and make a new queue.
+    """

@@ -7,12 +7,10 @@ twice for a moment (source and pool), not four times (source, message, Python by
 
     wire       finds tensors in a serialized model, and leaves large ones out
     files      the model's file and those beside it: opened, read by ranges, compared with what they were
-    digest     a model's token, made without the `onnx` package, and remembered while the files stay the same
+    digest     a model's token, made without the `onnx` package and remembered; the files of a model for another machine
     constants  takes large constants out of the graph and puts them back (`embed_constants`)
-    places     finds every tensor of a model, wherever the schema lets one stand
     arrays     shows constants as arrays where they lie; `unchanged` copies those that may change, and digests the copies
-    checking   says what is wrong with a graph, node by node
-    values     reads the types of sequences, maps and optionals at the border
+    checking   says what is wrong with a graph, node by node, and reads the types of sequences, maps and optionals at the border
     support    asks an engine operator by operator
     shapes     resolves open dimensions
     opaque     makes models of other formats, which have no graph
@@ -20,7 +18,6 @@ twice for a moment (source and pool), not four times (source, message, Python by
     cutting    cuts a model into steps
     flow       what each operation reads and makes
     step_models  makes each step a model of its own
-    carrying   the files of a model, for another machine
     reading    joins them
 
 What changes in the graph, and nothing else does
@@ -30,7 +27,7 @@ What changes in the graph, and nothing else does
     Large constants that nothing reads are gone.
     A node without a name gets one ("Conv_3"), so every engine's complaint can name it.
     Initializers are left out of the graph's inputs, and the IR version is at least 4, so a constant has one fixed value.
-    An initializer that an app may override (`defaults`) is an input instead, and the app's side knows its default.
+    An initializer that an app may override (`constants`) is an input instead, and the app's side knows its default.
     Constants whose element type NumPy lacks (int4, bfloat16, string) stay inline.
     Every tensor that stays carries its own bytes, also where a file held them: functions, attributes, sparse initializers. So an
     engine never looks for a file.

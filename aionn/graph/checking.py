@@ -1,13 +1,17 @@
-"""What is wrong with a graph, said before any engine sees it, and named node by node."""
+"""What is wrong with a graph, said before any engine sees it, and named node by node.
+
+`value_type` reads the types of inputs and outputs that are not tensors.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
-from onnx import AttributeProto, GraphProto, NodeProto, TensorProto, ValueInfoProto, helper
+from onnx import AttributeProto, GraphProto, NodeProto, TensorProto, TypeProto, ValueInfoProto, helper
 
 from aionn.errors import CallerError, CompilationError
 from aionn.hal.types import Operand, OperandType
+from aionn.hal.values import ValueKind, ValueType
 
 TYPES: dict[int, OperandType] = {helper.np_dtype_to_tensor_dtype(member.dtype): member for member in OperandType}
 """ONNX's element types that can cross the wall between app and driver."""
@@ -111,8 +115,6 @@ def border(values: Sequence[ValueInfoProto], side: str) -> dict[str, Operand]:
 def _operand(value: ValueInfoProto, side: str) -> Operand:
     kind = value.type.WhichOneof("value")
     if kind in ("sequence_type", "map_type", "optional_type"):
-        from aionn.graph.values import value_type  # most models have tensors only
-
         return value_type(value, lambda inner: _operand(inner, side))
     if kind != "tensor_type":
         found = "has no type" if kind is None else f"is a {kind.removesuffix('_type').replace('_', ' ')}"
@@ -135,3 +137,30 @@ def _operand(value: ValueInfoProto, side: str) -> Operand:
     # Paddle's exporter writes "?" on every open axis; it names nothing.
     symbols = tuple(axis.dim_param if axis.dim_param not in ("", "?") else None for axis in tensor.shape.dim)
     return Operand(element, dimensions, symbols if any(symbols) else ())
+
+
+def value_type(value: ValueInfoProto, inner: Callable[[ValueInfoProto], Operand]) -> ValueType:
+    """Return the type of a sequence, a map or an optional.
+
+    Args:
+        inner: returns the type of what it holds, and of its keys.
+
+    Raises:
+        CompilationError: it cannot cross to a driver.
+    """
+    kind = ValueKind(value.type.WhichOneof("value").removesuffix("_type"))
+    holder = getattr(value.type, f"{kind.value}_type")
+    element: TypeProto = holder.value_type if kind is ValueKind.MAP else holder.elem_type
+    try:
+        held = inner(ValueInfoProto(name=value.name, type=element))
+        key = None
+        if kind is ValueKind.MAP:
+            key = inner(ValueInfoProto(name=value.name, type=TypeProto(tensor_type=TypeProto.Tensor(elem_type=holder.key_type)))).type
+        return ValueType(kind, _without_symbols(held), key)
+    except (CallerError, RecursionError) as error:
+        raise CompilationError(f"{value.name!r} cannot cross to a driver: {error}", reason=str(error)) from error
+
+
+def _without_symbols(operand: Operand) -> Operand:
+    """Names of open dimensions say nothing inside a value, because its tensors may differ in them."""
+    return operand if isinstance(operand, ValueType) else Operand(operand.type, operand.dimensions)

@@ -4,27 +4,34 @@ Invariants
     After `take_out` each constant it returns is an initializer of the main graph, once, under a name no other value has.
     Every name that was read before is readable after, from the same nodes.
     After `bring_in` every other tensor of the model carries its own bytes, so an engine has no file to look for.
+
+Every tensor of a model is found through the schema's own descriptors. An attribute, a sparse initializer, a function's node, training
+information: each can hold a `TensorProto`, and so can a field that a later release of ONNX adds. So this module keeps no list of places.
+
+ONNX lets an app override an initializer that is an input, too. So it becomes an input with a default.
 """
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 import onnx
+from google.protobuf.descriptor import Descriptor  # type: ignore[import-untyped]
 from google.protobuf.message import Message  # type: ignore[import-untyped]
 from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 from aionn.errors import CompilationError
 from aionn.graph.arrays import constant_arrays
-from aionn.graph.checking import CONSTANT_TYPES, nested_graphs
-from aionn.graph.places import described_place, visit_tensors
+from aionn.graph.checking import CONSTANT_TYPES, TYPES, border, nested_graphs
 from aionn.hal.model import Constant, Model
-from aionn.hal.types import CONSTANT_COPY_BYTES, DataLocation, Operand
+from aionn.hal.types import CONSTANT_COPY_BYTES, DataLocation, Default, Operand
+from aionn.hal.values import joined_texts, split_texts
 
 Fill = Callable[[memoryview], None]
 Payload = tuple[int, Fill]
@@ -367,3 +374,152 @@ def _place_in(tensor: TensorProto, location: str) -> DataLocation | None:
     if entries.get("location") != location:
         return None
     return DataLocation(0, int(entries.get("offset", "0")), int(entries["length"]))
+
+
+Visit = Callable[[TensorProto, tuple[Message, ...]], None]
+"""Receives a tensor and the messages around it, the outermost first, without the model itself."""
+
+
+class _Door(NamedTuple):
+    """A field that leads to tensors. `inner` are the fields of its messages that lead to more."""
+
+    name: str
+    repeated: bool
+    is_tensor: bool
+    inner: list[_Door]
+
+
+def _doors_of(kind: Descriptor, known: dict[str, list[_Door]]) -> list[_Door]:
+    """The fields of a kind of message that hold messages. A kind within itself gets the same list."""
+    doors = known.get(kind.full_name)
+    if doors is None:
+        doors = known[kind.full_name] = []
+        for entry in kind.fields:
+            inner = entry.message_type
+            if inner is not None:
+                is_tensor = inner.full_name == TensorProto.DESCRIPTOR.full_name
+                doors.append(_Door(entry.name, entry.is_repeated, is_tensor, _doors_of(inner, known)))
+    return doors
+
+
+def _reach(kinds: dict[str, list[_Door]]) -> None:
+    """Strike off the fields that lead to no tensor."""
+    reaching: set[int] = set()
+    while True:
+        more = {id(doors) for doors in kinds.values() if any(door.is_tensor or id(door.inner) in reaching for door in doors)}
+        if more == reaching:
+            break
+        reaching = more
+    for doors in kinds.values():
+        doors[:] = [door for door in doors if door.is_tensor or id(door.inner) in reaching]
+
+
+def _doors() -> list[_Door]:
+    known: dict[str, list[_Door]] = {}
+    doors = _doors_of(ModelProto.DESCRIPTOR, known)
+    _reach(known)
+    return doors
+
+
+_DOORS = _doors()
+
+
+def visit_tensors(model: ModelProto, visit: Visit) -> None:
+    """Call `visit` for every tensor of the model, wherever the schema lets one stand."""
+    _visit(model, _DOORS, (), visit)
+
+
+def _visit(message: Message, doors: list[_Door], trail: tuple[Message, ...], visit: Visit) -> None:
+    for name, repeated, is_tensor, inner in doors:
+        if repeated:
+            found = getattr(message, name)
+            if not found:
+                continue
+        elif message.HasField(name):
+            found = (getattr(message, name),)
+        else:
+            continue
+        if is_tensor:
+            for tensor in found:
+                visit(tensor, trail)
+        if inner:
+            for within in found:
+                _visit(within, inner, (*trail, within), visit)
+
+
+def described_place(tensor: TensorProto, trail: tuple[Message, ...]) -> str:
+    """Where a tensor stands, for an error: "tensor of attribute 'value' of node 'fill' of function 'local'"."""
+    return " of ".join(_described(message) for message in (tensor, *reversed(trail)))
+
+
+def _described(message: Message) -> str:
+    kind = re.sub("(?<=[a-z])(?=[A-Z])", " ", message.DESCRIPTOR.name.removesuffix("Proto")).lower()
+    name = getattr(message, "name", "") or getattr(message, "op_type", "")
+    return f"{kind} {name!r}" if name else kind
+
+
+MOST_DEFAULT_BYTES = 64 * 1024
+"""The most bytes of all defaults together. Some exporters list every weight among the inputs. Such weights stay constants."""
+
+
+def take_defaults(model: ModelProto, payload_of: PayloadOf) -> dict[str, Default]:
+    """Make inputs of those initializers that an app may override, and return their values by name.
+
+    Before version 4 of the IR every initializer had to be an input, which says nothing. It stays a constant, and so does one that does
+    not fit its own input.
+
+    Args:
+        model: changed in place.
+        payload_of: where the bytes of a tensor are.
+
+    Raises:
+        CompilationError: an initializer's bytes are not as many as its type and shape need.
+    """
+    if model.ir_version < 4:
+        return {}
+    listed = {value.name: value for value in model.graph.input}
+    found = [
+        tensor
+        for tensor in model.graph.initializer
+        if tensor.name in listed
+        and tensor.data_type in TYPES
+        and listed[tensor.name].type.tensor_type.elem_type == tensor.data_type
+        and border([listed[tensor.name]], "input")[tensor.name].accepts(tuple(tensor.dims))
+    ]
+    if sum(_size(tensor) for tensor in found) > MOST_DEFAULT_BYTES:
+        return {}
+    defaults = {tensor.name: Default(tuple(tensor.dims), _content(tensor, payload_of)) for tensor in found}
+    kept = [TensorProto.FromString(tensor.SerializeToString()) for tensor in model.graph.initializer if tensor.name not in defaults]
+    del model.graph.initializer[:]
+    model.graph.initializer.extend(kept)
+    return defaults
+
+
+def _size(tensor: TensorProto) -> int:
+    size: int = prod(tensor.dims) * TYPES[tensor.data_type].element_bytes + sum(map(len, tensor.string_data))
+    return size
+
+
+def _content(tensor: TensorProto, payload_of: PayloadOf) -> bytes:
+    """Return a tensor's elements as `Default.content` has them."""
+    if tensor.data_type == TensorProto.STRING:
+        content = joined_texts(tensor.string_data)
+        try:
+            split_texts(content, tuple(tensor.dims))
+        except ValueError as error:
+            raise CompilationError(
+                f"initializer {tensor.name!r} cannot be read: {error}; export the model again", reason=str(error)
+            ) from error
+        return content
+    payload = payload_of(tensor, f"initializer {tensor.name!r}")
+    if payload is not None:
+        length, fill = payload
+        filled = bytearray(length)
+        fill(memoryview(filled))
+        tensor.ClearField("external_data")
+        tensor.ClearField("data_location")
+        tensor.raw_data = bytes(filled)
+    try:
+        return numpy_helper.to_array(tensor).tobytes()
+    except (ValueError, TypeError) as error:
+        raise CompilationError(f"initializer {tensor.name!r} cannot be read: {error}", reason=str(error)) from error

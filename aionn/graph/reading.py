@@ -15,8 +15,7 @@ from onnx import ModelProto, TensorProto
 from aionn.errors import CallerError
 from aionn.file_ranges import digest_of
 from aionn.graph.checking import border, check_names, check_text, name_nodes
-from aionn.graph.constants import Payload, Taken, bring_in, take_out
-from aionn.graph.defaults import take_defaults
+from aionn.graph.constants import Payload, Taken, bring_in, take_defaults, take_out
 from aionn.graph.digest import Digested, Place, digest_model, not_a_model, surveyed
 from aionn.graph.files import Beside, Content, GivenBytes, Home, OpenFile, changed, check_format, open_model
 from aionn.graph.unchanged import contents_of

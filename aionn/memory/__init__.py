@@ -2,10 +2,8 @@
 
     limits           how much memory is still available, and which limit says so
     descriptors      whether a descriptor from another process may be mapped
-    dma_buf          memory that a camera or a GPU has exported: known by its name, used between two calls
     region           one piece of shared memory, mapped; beside `aionn.pages`, the only place that maps memory
     memory           `Memory`: what an app holds and slices
-    file_memory      a file that drivers copy from; mapped here only if its bytes are looked at
     hardware_buffer  `HardwareBuffer`: images, their planes and strides, as tensors
     pool             the frames of a burst that have one size
     requests         whether a request may touch the bytes it names; pure

@@ -15,18 +15,24 @@ What is refused, and what it would have done:
 
 An ordinary file has no seals. A process that truncates a mapped file can end the process that reads it. So
 `Region.check_backing` asks for the file's size again before each use. A file that is cut off during an execution remains a risk.
+
+A dma-buf is memory that a camera, a GPU or `udmabuf` has exported. A CPU's use of it stands between two calls of `sync_dma_buf`.
+
+A dma-buf is mapped like a file (pool kind `mmap_fd`). Its size never changes, so it needs no seals and has no holes. The kernel keeps
+the caches of CPU and device in step only for accesses between the two ends of a use (DMA_BUF_IOCTL_SYNC).
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import stat
+import struct
 
 from aionn.errors import CallerError
 from aionn.hal.types import MemoryDescription, MemoryKind
 from aionn.memory import limits
-from aionn.memory.dma_buf import is_dma_buf, size_of
 
 # The fcntl module of Python 3.11 may lack some of these, depending on the headers it was built with. The numbers are the kernel's.
 F_ADD_SEALS = 1033
@@ -85,7 +91,7 @@ def check_descriptor(fd: int, description: MemoryDescription, *, write_through: 
             f"memory of kind {kind.value}: the descriptor was opened for reading only, but memory to write is wanted; open it O_RDWR"
         )
     begin, end = description.offset_bytes, description.offset_bytes + description.size_bytes
-    have = size_of(fd) if exported else status.st_size
+    have = dma_buf_size(fd) if exported else status.st_size
     if have < end:
         raise CallerError(
             f"memory of kind {kind.value}: bytes {begin} to {end} of a file of {have} bytes; the file is shorter than claimed"
@@ -201,3 +207,36 @@ def _file_type(mode: int) -> str:
         stat.S_IFLNK: "a symbolic link",
     }
     return kinds.get(stat.S_IFMT(mode), "neither a file nor a memfd")
+
+
+_SYNC = 0x40086200  # _IOW('b', 0, struct dma_buf_sync), linux/dma-buf.h
+_READ, _WRITE, _END = 1, 2, 4
+
+
+def is_dma_buf(fd: int) -> bool:
+    """Return whether a descriptor is a dma-buf's. The kernel names these files so in every process's list of descriptors."""
+    try:
+        return os.readlink(f"/proc/self/fd/{fd}").startswith("/dmabuf:")
+    except OSError:
+        return False
+
+
+def dma_buf_size(fd: int) -> int:
+    """Return the size of a dma-buf in bytes. Its file has no size that `fstat` could always tell."""
+    return os.lseek(fd, 0, os.SEEK_END)
+
+
+def sync_dma_buf(fd: int, *, writable: bool, end: bool) -> None:
+    """Begin or end a use of a dma-buf by the CPU. It waits for the device where that still works on the bytes.
+
+    Raises:
+        OSError: the exporter refuses.
+    """
+    flags = struct.pack("=Q", (_READ | _WRITE if writable else _READ) | (_END if end else 0))
+    while True:
+        try:
+            fcntl.ioctl(fd, _SYNC, flags)
+            return
+        except OSError as error:
+            if error.errno not in (errno.EINTR, errno.EAGAIN):
+                raise

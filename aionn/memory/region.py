@@ -15,6 +15,8 @@ Invariants
     region that is never sent again needs none (`forget_descriptor`).
 
 Used by memory (for apps), fmq (for queues), runtime (for frames and constants) and driver (for what the app sent).
+
+A `FileMemory` is a file that a process has open, as a pool to send. The pool is mapped here when its bytes are first looked at.
 """
 
 from __future__ import annotations
@@ -26,12 +28,13 @@ import os
 import threading
 from collections.abc import Callable
 from enum import Enum
+from typing import Protocol
 
 from aionn._mapping import Mapping
 from aionn._mapping import give_back as give_back
 from aionn.errors import CallerError, ExecutionError
 from aionn.hal.types import ErrorStatus, MemoryDescription, MemoryKind
-from aionn.memory import dma_buf, limits
+from aionn.memory import limits
 from aionn.memory.descriptors import (
     F_ADD_SEALS,
     F_SEAL_FUTURE_WRITE,
@@ -39,7 +42,9 @@ from aionn.memory.descriptors import (
     SIZE_SEALS,
     check_description,
     check_descriptor,
+    is_dma_buf,
     reserve_holes,
+    sync_dma_buf,
 )
 
 PAGE_BYTES = mmap.PAGESIZE
@@ -74,7 +79,7 @@ class Region:
         self._mapping: Mapping | None = mapping
         self._inode: tuple[int, int] | None = None
         self._when_closed: list[Callable[[], None]] = []
-        self._exported = description.kind is MemoryKind.MMAP_FD and dma_buf.is_dma_buf(fd)
+        self._exported = description.kind is MemoryKind.MMAP_FD and is_dma_buf(fd)
         self._lock = threading.RLock()  # a region may be closed by the garbage collector, in any thread and at any moment
         self.access = access
         self.description = description
@@ -225,7 +230,7 @@ class Region:
         if not self._exported:
             return
         try:
-            dma_buf.sync(self.fileno(), writable=self.access is Access.WRITE, end=end)
+            sync_dma_buf(self.fileno(), writable=self.access is Access.WRITE, end=end)
         except OSError as error:
             raise MappingError(f"memory of kind mmap_fd: the exporter of the dma-buf refused its use: {error.strerror}") from error
 
@@ -306,3 +311,36 @@ def _close_quietly(fd: int) -> None:
     except (OSError, OverflowError) as error:
         if getattr(error, "errno", errno.EBADF) != errno.EBADF:
             raise
+
+
+class _Open(Protocol):
+    @property
+    def size(self) -> int: ...
+
+    def fileno(self) -> int: ...
+
+
+class FileMemory:
+    """A whole file, for reading (pool kind `mmap_fd`). Satisfies `hal.IMemory`. It keeps `file` open."""
+
+    def __init__(self, file: _Open) -> None:
+        self._file = file
+        self._region: Region | None = None
+        self._lock = threading.Lock()
+        self.size_bytes = file.size
+        self.description = MemoryDescription(MemoryKind.MMAP_FD, file.size, writable=False)
+
+    def fileno(self) -> int:
+        return self._file.fileno()
+
+    def view(self) -> memoryview:
+        """Return all bytes in place, read-only. The first call maps the file.
+
+        Raises:
+            CallerError, MappingError: the file cannot be mapped.
+        """
+        with self._lock:
+            if self._region is None:
+                self._region = Region.attach(os.dup(self.fileno()), self.description, Access.READ)
+        self._region.check_backing()
+        return self._region.view()

@@ -4,7 +4,6 @@
     AllRuntimes of all runtimes of this user, whatever their processes: what `aionn metrics` serves
 
     collector  both of them
-    families   sums of statistics pages in the form of prometheus_client
 
 A scrape reads memory. It calls nothing in an event loop and sends nothing to a driver, so any thread may do it. docs/reference/metrics.md
 lists the metrics.

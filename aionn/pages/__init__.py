@@ -5,8 +5,7 @@
     page        a driver's page as its process writes it and as its app reads it; maps memory
     app_page    the app's page: slots given out and taken back
     finding     pages and trace rings of other processes, found by the links in /proc
-    measures    what pages show as numbers with names and labels, for monitoring (sans-IO)
-    totals      sums of these over pages that come and go
+    totals      what pages show as numbers with names and labels, for monitoring, and sums of these over pages that come and go
     process_use what /proc says of a process: parent, memory, CPU time, threads, descriptors
     trace_records  what trace records mean (sans-IO)
     collecting  the trace records of an app and its drivers, read while they run

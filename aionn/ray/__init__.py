@@ -9,8 +9,6 @@ farm travel through an artifact store. Ray carries only orders and reports about
     leases      a limited number of open models, which requests lease. Knows nothing of Ray
     serving     `deployment`, a ready deployment, and `serve_options`, the options of Serve that suit it
     models      `ModelSpec`: which model, with which digest, compiled in which way
-    streams     a model on each frame of a stream
-    destructor  what Serve awaits at the end of a replica
 
     farm        the farm as the compile backend of a runtime: the app's side
     flights     the actor that has each model compiled once, however many apps ask

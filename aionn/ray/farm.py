@@ -29,13 +29,11 @@ from aionn.caching.outcomes import Refusal
 from aionn.caching.statement import Statement
 from aionn.caching.token import decode_parts
 from aionn.errors import CallerError, DeviceUnavailableError, text_of
-from aionn.fleet.addresses import open_address
+from aionn.fleet.addresses import StoreError, open_address
 from aionn.fleet.artifact_store import ArtifactStore
-from aionn.fleet.asking import PATIENCE_S, ask_store, fetch_offer
-from aionn.fleet.errors import StoreError
+from aionn.fleet.asking import PATIENCE_S, Pauses, ask_store, fetch_offer
 from aionn.fleet.judging import statement_at
 from aionn.fleet.models import object_size, put_model
-from aionn.fleet.pausing import Pauses
 from aionn.ray.flights import flights_actor
 from aionn.ray.needed import connected_ray, first_line, needed_ray
 from aionn.ray.orders import Order, OrderResult, OrderState, decode_state, encode

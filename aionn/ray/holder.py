@@ -6,6 +6,8 @@ that has started them. Serve constructs a replica and runs its calls in one thre
 Invariants
     `_held` has an item for each model of the deployment, from the constructor on.
     Only one `reconfigure` at a time changes models (`_upgrading`).
+
+Serve awaits the destructor of a holder, and Python calls it when the object is collected.
 """
 
 from __future__ import annotations
@@ -13,20 +15,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Generator, Iterable, Mapping
 from contextlib import aclosing
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Protocol
 
 import anyio
 
 import aionn
 from aionn.errors import AionnError, CallerError
-from aionn.ray.destructor import Destructor
 from aionn.ray.held import HeldModel, first_devices
 from aionn.ray.models import ModelSpec, checked_specs, upgraded_specs
 from aionn.ray.needed import assigned_threads
-from aionn.ray.streams import Inputs, compute_stream
 from aionn.runtime.executing.retrying import Retries
+from aionn.runtime.streaming.stream import each
 from aionn.tasks import bounded_shield, checked_count, deadline_of, ending_by, time_left, ungrouped
 
 logger = logging.getLogger("aionn.ray")
@@ -297,6 +298,66 @@ class Holder:
                 except AionnError as error:
                     logger.error("model %r: %s goes on, because the way back failed: %s", held.name, held.digest, error)
             raise
+
+
+class _ClosedOnce(Protocol):
+    @property
+    def closed(self) -> bool: ...
+
+    async def aclose(self) -> None: ...
+
+
+class Destructor:
+    """`Holder.__del__`, which is `aclose` while the holder is open.
+
+    Python calls `__del__` without awaiting it, and would warn of a coroutine. So the destructor of a closed holder makes no coroutine.
+    """
+
+    def __get__(self, holder: _ClosedOnce | None, owner: type[_ClosedOnce]) -> Callable[..., Awaitable[None]]:
+        if holder is None:
+            return owner.aclose
+        return _nothing if holder.closed else holder.aclose
+
+
+class _EndedAtOnce:
+    def __await__(self) -> Generator[None, None, None]:
+        yield from ()
+
+
+def _nothing() -> _EndedAtOnce:
+    return _EndedAtOnce()
+
+
+Inputs = Mapping[str, Any]
+
+
+async def compute_stream(
+    compilation: aionn.Compilation,
+    frames: Iterable[Inputs] | AsyncIterable[Inputs],
+    states: Mapping[str, str] | None,
+    *,
+    retries: Retries,
+) -> AsyncGenerator[dict[str, Any], None]:
+    """Run a model on each frame, in order.
+
+    Args:
+        states: as for `aionn.Compilation.recurrent`. None: each frame is a call without state.
+        retries: for calls without state.
+
+    Yields:
+        One array per output, by name.
+
+    Raises:
+        AionnError: as `aionn.Burst.compute`. The stream is over then.
+    """
+    if states is not None:
+        async with compilation.recurrent(states, name=compilation.name) as kept:
+            async for frame in each(frames):
+                yield dict(await kept.compute(frame))
+        return
+    async with compilation.burst(name=compilation.name) as burst:
+        async for frame in each(frames):
+            yield dict(await burst.compute(frame, retry=retries))
 
 
 Holder.__del__ = Destructor()  # type: ignore[attr-defined]

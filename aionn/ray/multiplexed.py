@@ -21,11 +21,10 @@ from typing import Any, ClassVar
 import aionn
 from aionn.errors import CallerError, DriverDiedError
 from aionn.ray.held import HeldModel
-from aionn.ray.holder import CLOSE_S, Holder
+from aionn.ray.holder import CLOSE_S, Holder, Inputs, compute_stream
 from aionn.ray.leases import ModelLeases
 from aionn.ray.models import ModelSpec, checked_specs, compile_model
 from aionn.ray.needed import needed_ray
-from aionn.ray.streams import Inputs, compute_stream
 from aionn.runtime.executing.retrying import Retries
 from aionn.tasks import bounded_shield, checked_seconds, deadline_of, ending_by, time_left
 

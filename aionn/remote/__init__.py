@@ -1,13 +1,12 @@
 """The slow path: HAL calls and descriptors between an app's process and a driver's, over one Unix socket.
 
     calls        the table of HAL calls: name, arguments with their descriptors, answer (sans-IO)
-    control      the frames that carry them, as bytes and back, checked against the table (sans-IO)
-    failures     exceptions as messages, and back: class and attributes are kept (sans-IO)
+    control      the frames that carry them, as bytes and back, checked against the table; exceptions as messages (sans-IO)
     channel      the socket: whole frames and owned descriptors, driven by the loop's callbacks without a task
     connection   calls both ways: each call ends with its answer or with the connection; the answer alone gives back what a call lent
     fences       eventfds that say that an execution is over, and how one waits for them
     device       an `IDevice` as the app sees it, with its models, buffers and bursts; `driver.service` is the other end
-    values       strings, sequences, maps and optionals as bytes, and back (sans-IO); `value_calls` carries them
+    values       strings, sequences, maps and optionals as bytes, and back; the calls that carry them
     option_files files that options name, opened by the app for a driver
     orders       what an app asks of its template of drivers (sans-IO)
 

@@ -23,8 +23,7 @@ from aionn.errors import AionnError, CallerError, DeadlineError, ExecutionError,
 from aionn.hal.types import ErrorStatus
 from aionn.remote.calls import HalCall
 from aionn.remote.channel import ControlSocket, Descriptors
-from aionn.remote.control import CallMessage, Cancel, ControlError, Failed, Message, Ready, Refused, Reply, decode
-from aionn.remote.failures import error_of, failure_of
+from aionn.remote.control import CallMessage, Cancel, ControlError, Failed, Message, Ready, Refused, Reply, decode, error_of, failure_of
 from aionn.tasks import Answer, leave_in_child
 
 A = TypeVar("A")

@@ -133,7 +133,7 @@ class RemoteDevice:
     async def prepare_model(self, model: Model, options: PrepareOptions, cache: CacheHandles | None = None) -> RemotePreparedModel:
         if cache is None:
             return await self._compile(model, options, None)
-        from aionn.caching.store.lending import close_handles, open_again  # only caching needs it
+        from aionn.caching.store.directory import close_handles, open_again  # only caching needs it
 
         opened = await run_in_thread(open_again, cache, undo=close_handles)
         try:
@@ -316,7 +316,7 @@ class RemotePreparedModel:
         Raises:
             CallerError: a name or a value does not fit; nothing was sent.
         """
-        from aionn.remote.value_calls import call_values  # few models have such values
+        from aionn.remote.values import call_values  # few models have such values
 
         operands = self.inputs, self.outputs
         return await call_values(self.device.connection, self.number, operands, inputs, measure_timing, deadline_ns, settled)
@@ -326,7 +326,7 @@ class RemotePreparedModel:
         if cache is None:
             outcome, _ = await self.device.connection.call(ExportAgain(self.number, None))
             return outcome
-        from aionn.caching.store.lending import close_handles, open_again
+        from aionn.caching.store.directory import close_handles, open_again
 
         opened = await run_in_thread(open_again, cache, undo=close_handles)
         try:

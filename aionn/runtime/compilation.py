@@ -164,8 +164,8 @@ class CompilationParts:
 
     def begin_stages(self, stages: Sequence[Stage], policy: StagePolicy) -> None:
         """Make better stages from now on."""
+        from aionn.runtime.staging.measuring import Target
         from aionn.runtime.staging.stages import Staging
-        from aionn.runtime.staging.target import Target
 
         names = tuple(stage.name for stage in stages)
         request = self.renewal.request.without_deadline()

@@ -32,13 +32,12 @@ from aionn.graph.files import Beside, Home, OpenFile, changed, open_model
 from aionn.graph.opaque import opaque_model
 from aionn.hal import model as hal_model
 from aionn.hal.types import IMemory, Operand
-from aionn.memory.file_memory import FileMemory
 from aionn.memory.memory import Memory, whole_of
-from aionn.memory.region import PROT_READ, Region
+from aionn.memory.region import PROT_READ, FileMemory, Region
 from aionn.tasks import in_thread, running_loop
 
 if TYPE_CHECKING:
-    from aionn.graph.carrying import ModelFile
+    from aionn.graph.digest import ModelFile
     from aionn.graph.reading import ReadGraph
 
 T = TypeVar("T")
@@ -110,7 +109,7 @@ class Model(hal_model.Model):
             CompilationError: the graph is broken, or has inputs or outputs that are not tensors.
             MemoryAllocationError: the weights do not fit into shared memory.
         """
-        from aionn.graph.carrying import carried_by
+        from aionn.graph.digest import carried_by
         from aionn.graph.reading import read_onnx  # brings `onnx`, which a cache hit does without
 
         homes = {}
@@ -234,7 +233,7 @@ def model_of_files(file: OpenFile, beside: Beside, kind: type[Model] = Model) ->
     """Return a loaded model, whose own file is open."""
     model = kind.__new__(kind)
     source = _Files(file, beside)
-    _set(model, _source=source, name=file.path.name, _carried=lambda _: import_module("aionn.graph.carrying").carried_files(file, beside))
+    _set(model, _source=source, name=file.path.name, _carried=lambda _: import_module("aionn.graph.digest").carried_files(file, beside))
     return model
 
 

@@ -296,8 +296,8 @@ class OpenRuntime:
 
 async def _staged(session: Session, request: CompileRequest, policy: StagePolicy | None, progress: Progress) -> CompilationParts:
     """Prepare the stage that serves from the start, and make better ones. Return the parts of its compilation."""
-    from aionn.runtime.staging.first import prepare_first, stages_of
     from aionn.runtime.staging.stage import StagePolicy
+    from aionn.runtime.staging.stages import prepare_first, stages_of
 
     await digested(session.devices, request.model)  # what the comparisons of stages are kept under
     policy, stages = policy or StagePolicy(), stages_of(request.candidates or (), request.record)

@@ -13,7 +13,7 @@ from asyncio import _get_running_loop  # as in `burst`
 from aionn.errors import CallerError
 from aionn.runtime.processes.devices import Devices
 from aionn.runtime.record import Record
-from aionn.runtime.serving.compiled_model import CompiledModel
+from aionn.runtime.serving.serving import CompiledModel
 from aionn.tasks import OwnedTasks, running_loop
 
 

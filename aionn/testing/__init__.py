@@ -10,8 +10,7 @@ The fake device hangs, crashes and is slow on demand, and needs no inference eng
 
 `check_engine` makes pytest cases of the driver contract.
 
-    checking        `check_engine`
-    engine_cases    the cases; engine_check has what they share, and checked_models the models
+    engine_cases    the cases; engine_check has what they share
     driver_cases    those that need a driver process: it serves the engine, and its sandbox allows what the engine states
     damaged         loads damaged artifacts in a driver process
 
@@ -23,20 +22,18 @@ import typing as _typing
 from aionn.lazy import imported_when_asked as _imported_when_asked
 
 if _typing.TYPE_CHECKING:
-    from aionn.testing.checked_models import CheckedModel
-    from aionn.testing.checking import check_engine
+    from aionn.testing.engine_cases import check_engine
     from aionn.testing.fake_device import FakeDevice
-    from aionn.testing.models import fake_model, identity_model
+    from aionn.testing.models import CheckedModel, fake_model, identity_model
 
 __all__ = ["CheckedModel", "FakeDevice", "check_engine", "fake_model", "identity_model"]
 
 if not _typing.TYPE_CHECKING:
     # Lazily, because every run of pytest loads the plugin in this package.
     _NAMES = {
-        "checked_models": "CheckedModel",
-        "checking": "check_engine",
+        "engine_cases": "check_engine",
         "fake_device": "FakeDevice",
-        "models": "fake_model identity_model",
+        "models": "CheckedModel fake_model identity_model",
     }
     _HOMES = {name: f"aionn.testing.{module}" for module, names in _NAMES.items() for name in names.split()}
     __getattr__ = _imported_when_asked(__name__, _HOMES)

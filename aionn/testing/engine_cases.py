@@ -1,4 +1,6 @@
-"""The cases of `check_engine`, each a function of an `EngineCheck`. Its docstring says what must hold.
+"""`check_engine`: an engine against the driver contract, as pytest cases. It needs pytest, and onnx for the standard models.
+
+Each case is a function of an `EngineCheck`. Its docstring says what must hold.
 
 A case raises AssertionError with one sentence, or `Inapplicable`. Whatever else an engine raises is a failure of the case, too.
 """
@@ -11,15 +13,16 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 import numpy as np
+import pytest
 
 from aionn.engines.installed import home_of
 from aionn.engines.needs import needs_of
 from aionn.errors import CompilationError
 from aionn.hal.engine import Artifact, CancelFlag, CompileOptions, Executable
 from aionn.hal.types import CacheFiles, DeviceType, Operand, OperandType
-from aionn.testing.checked_models import CheckedModel, unknown_operator
 from aionn.testing.damaged import FORMAT, LOADER, packed
 from aionn.testing.driver_cases import DRIVER_CASES
 from aionn.testing.engine_check import (
@@ -36,6 +39,12 @@ from aionn.testing.engine_check import (
     same_bits,
     switching_often,
 )
+from aionn.testing.models import CheckedModel, unknown_operator
+
+if TYPE_CHECKING:
+    from aionn.hal.engine import Engine
+    from aionn.testing.models import CheckedModel
+
 
 _GROWTH_RUNS = 400
 _GROWTH_BYTES = 32 << 20
@@ -372,3 +381,29 @@ CASES: tuple[Callable[[EngineCheck], None], ...] = (
     *DRIVER_CASES,
 )
 """In the order in which an author meets them."""
+
+
+def check_engine(
+    engine: str | Callable[[], Engine] | Engine, *, models: Callable[[], Sequence[CheckedModel]] | Sequence[CheckedModel] | None = None
+) -> Callable[..., None]:
+    """Return a pytest test with a named case for each point of the driver contract.
+
+    Args:
+        engine: the name of an installed engine, "package.module:Class", a class, a function that makes an engine, or an engine. Two
+            cases need another process, which finds only the first three.
+        models: the models to check it on, or a function that makes them: `aionn.testing.CheckedModel`. By default small ONNX graphs.
+
+    Examples:
+        >>> import aionn.testing
+        >>> test_my_engine = aionn.testing.check_engine("my_package:MyEngine")
+    """
+
+    @pytest.mark.parametrize("case", CASES, ids=[case.__name__ for case in CASES])
+    def test(case: Callable[[EngineCheck], None]) -> None:
+        made = models() if callable(models) else models
+        try:
+            case(EngineCheck(engine, made))
+        except Inapplicable as why:
+            pytest.skip(str(why))
+
+    return test

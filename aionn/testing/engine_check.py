@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from aionn.driver.registry import find_engine
 from aionn.hal.engine import Artifact, CompileOptions, Engine, Executable, ExecutionReport
-from aionn.testing.checked_models import CheckedModel, standard_models
+from aionn.testing.models import CheckedModel, standard_models
 
 Arrays = Mapping[str, NDArray[Any]]
 T = TypeVar("T")

@@ -17,7 +17,7 @@ import pytest
 from onnx import TensorProto, helper
 
 import aionn
-from aionn.asgi.open_inference.arrivals import AwaitedBodies
+from aionn.asgi.open_inference.incoming import AwaitedBodies
 from tests.asgi.oip_by_hand import INPUT0, INPUT1, LENGTH, OUTPUT0, answer, answer_in, body, connected, head, raw, until
 from tests.asgi.oip_models import example_model, repeating
 from tests.asgi.oip_served import OipServed, oip_served
@@ -216,7 +216,7 @@ def test_a_body_that_trickles_is_refused_in_the_end(served: OipServed, monkeypat
 
 def test_bodies_of_many_clients_have_one_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four bodies of the largest size are kept here. A fifth is refused, until one of them has gone."""
-    monkeypatch.setattr("aionn.asgi.open_inference.room.ROOM_BYTES", 0)
+    monkeypatch.setattr("aionn.asgi.open_inference.incoming.ROOM_BYTES", 0)
     size = LIMIT - 2**12
     text, _ = body(raw({**TEXTS, "shape": [1, 3]}, size))
     began = head("texts", f"{LENGTH}: {len(text)}", f"Content-Length: {len(text) + size}") + text + b"\0" * 70_000

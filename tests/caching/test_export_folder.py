@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from aionn.caching import export_folder
-from aionn.caching.export_folder import clean_up, left_folders, make_folder, name_folder, remove_folder
+from aionn.caching import private_folder
+from aionn.caching.private_folder import clean_up, left_folders, make_folder, name_folder, remove_folder
 
 
 @pytest.fixture
 def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The only place where such folders may lie."""
-    monkeypatch.setattr(export_folder, "_places", lambda: (str(tmp_path),))
+    monkeypatch.setattr(private_folder, "_places", lambda: (str(tmp_path),))
     return tmp_path
 
 
@@ -35,7 +35,7 @@ def test_a_folder_lies_in_memory_if_there_is_room_and_is_made_by_no_name(monkeyp
 
 
 def test_no_place_is_no_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(export_folder, "_places", lambda: (str(tmp_path / "absent"),))
+    monkeypatch.setattr(private_folder, "_places", lambda: (str(tmp_path / "absent"),))
     assert name_folder() == ""
     remove_folder("")
 
@@ -78,7 +78,7 @@ def test_a_folder_of_any_depth_with_any_modes_is_removed_and_nothing_outside_of_
 
 
 def test_more_entries_than_can_be_removed_at_once_are_removed_later(places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(export_folder, "_MOST_ENTRIES", 10)
+    monkeypatch.setattr(private_folder, "_MOST_ENTRIES", 10)
     path = Path(name_folder())
     os.close(make_folder(os.fspath(path)))
     for number in range(25):
@@ -86,8 +86,8 @@ def test_more_entries_than_can_be_removed_at_once_are_removed_later(places: Path
     monkeypatch.setattr(os, "listdir", lambda _: pytest.fail("lists any number of names at once"))
     remove_folder(os.fspath(path))
     monkeypatch.undo()
-    monkeypatch.setattr(export_folder, "_MOST_ENTRIES", 10)
-    monkeypatch.setattr(export_folder, "_places", lambda: (str(places),))
+    monkeypatch.setattr(private_folder, "_MOST_ENTRIES", 10)
+    monkeypatch.setattr(private_folder, "_places", lambda: (str(places),))
     assert len(list(path.iterdir())) == 15
     assert clean_up() == []
     assert clean_up() == [os.fspath(path)]

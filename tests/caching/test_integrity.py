@@ -23,7 +23,7 @@ from aionn.caching.artifact_files import read_private
 from aionn.caching.integrity import IntegrityStore, Verified
 from aionn.caching.outcomes import MissReason, Refusal
 from aionn.caching.state import UNUSED_KEPT_S
-from aionn.caching.store.lending import reopen
+from aionn.caching.store.directory import reopen
 from aionn.file_ranges import digest_of
 from aionn.hal.engine import Artifact
 from aionn.hal.interfaces import CacheHandles

@@ -15,7 +15,7 @@ import pytest
 from aionn.caching import artifact_files, integrity
 from aionn.caching.integrity import IntegrityStore
 from aionn.caching.outcomes import MissReason, Refusal
-from aionn.caching.store.lending import close_handles, open_again
+from aionn.caching.store.directory import close_handles, open_again
 from aionn.hal.engine import Artifact
 from aionn.hal.interfaces import CacheHandles
 from aionn.hal.types import CacheFiles

@@ -19,10 +19,20 @@ import psutil
 import pytest
 
 from aionn.cli import main
-from aionn.cli.bench_compare import changes, probability_of_chance
-from aionn.cli.bench_processes import Echo, first_answer_ns, worker
-from aionn.cli.bench_rounds import LEAST_ROUNDS, Measured, rounds, trips
-from aionn.cli.bench_subjects import measure_cache, measure_stages, measure_start, write_model
+from aionn.cli.bench import changes, probability_of_chance
+from aionn.cli.bench_subjects import (
+    LEAST_ROUNDS,
+    Echo,
+    Measured,
+    first_answer_ns,
+    measure_cache,
+    measure_stages,
+    measure_start,
+    rounds,
+    trips,
+    worker,
+    write_model,
+)
 from aionn.cli.printing import NotDoneError
 from aionn.testing import FakeDevice, identity_model
 from tests.cli.test_commands import aionn_logger  # noqa: F401 -- autouse
@@ -197,7 +207,7 @@ async def test_a_kind_that_fills_its_time_repeats_until_it_is_over(monkeypatch: 
         calls += 1
         now_ns += 1_000_000
 
-    monkeypatch.setattr("aionn.cli.bench_rounds.time", SimpleNamespace(perf_counter_ns=lambda: now_ns))
+    monkeypatch.setattr("aionn.cli.bench_subjects.time", SimpleNamespace(perf_counter_ns=lambda: now_ns))
     assert len(await trips(trip)(0.0)) == calls == 20
     assert await trips(trip)(0.05) == [1_000_000] * 50
 
@@ -237,8 +247,8 @@ async def test_fresh_processes_answer_or_say_why_not(tmp_path: Path, capfd: pyte
 
 @pytest.fixture
 def one_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("aionn.cli.bench_rounds.LEAST_ROUNDS", 1)
-    monkeypatch.setattr("aionn.cli.bench_rounds.MOST_ROUNDS", 1)
+    monkeypatch.setattr("aionn.cli.bench_subjects.LEAST_ROUNDS", 1)
+    monkeypatch.setattr("aionn.cli.bench_subjects.MOST_ROUNDS", 1)
 
 
 @pytest.mark.anyio

@@ -18,7 +18,7 @@ import anyio
 import pytest
 
 from aionn.caching.private_folder import hold
-from aionn.cli.checks import containers, engines, folders, kernel, leavings, machine, process_limits, processes
+from aionn.cli.checks import engines, folders, kernel, leavings, machine, processes
 from aionn.pages.finding import find_headers
 from aionn.pages.layout import RELEASE
 from aionn.testing import FakeDevice, identity_model
@@ -70,24 +70,24 @@ def test_a_call_that_seccomp_denies_is_named_and_no_engine_is_started(tmp_path: 
 def test_a_small_address_space_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     for limit, status in ((-1, "ok"), (8 << 30, "ok"), (2 << 30, "warn"), (1 << 28, "fail")):
         monkeypatch.setattr("resource.getrlimit", lambda which, limit=limit: (limit, -1))
-        assert process_limits.address_space().status == status
+        assert machine.address_space().status == status
 
 
 def test_a_hard_limit_on_files_has_another_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("resource.getrlimit", lambda which: (200, 4096))
-    assert "ulimit -n 1024" in process_limits.open_files().way_out
+    assert "ulimit -n 1024" in machine.open_files().way_out
     monkeypatch.setattr("resource.getrlimit", lambda which: (200, 256))
-    row = process_limits.open_files()
+    row = machine.open_files()
     assert row.status == "warn"
     assert "the hard limit is 256; leave the shell that has lowered it" in row.way_out
 
 
 def test_an_app_that_is_frozen_or_has_no_python_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert process_limits.python().status == "ok"
+    assert machine.python().status == "ok"
     for name, value, found in (("executable", "", "not set"), ("executable", "/no/such", "cannot be run"), ("frozen", True, "frozen")):
         with monkeypatch.context() as patch:
             patch.setattr(sys, name, value, raising=False)
-            row = process_limits.python()
+            row = machine.python()
             assert (row.status, found in row.found) == ("fail", True)
 
 
@@ -106,10 +106,10 @@ def test_a_quota_of_version_2_is_compared_with_the_affinity(
         "cg/app/memory.max": str(64 << 20),
         "cg/app/memory.current": "0",
     }
-    row = containers.cpus(lay_out(tmp_path, files))
+    row = machine.cpus(lay_out(tmp_path, files))
     assert row.status == status
     assert way_out in row.way_out
-    memory = containers.memory(tmp_path)
+    memory = machine.memory(tmp_path)
     assert (memory.status, "memory.max of cgroup /app leaves 67.1 MB" in memory.found) == ("fail", True)
 
 
@@ -354,7 +354,7 @@ def test_fix_removes_the_folder_of_a_device_that_no_driver_has_used_for_long(tmp
 
 
 def test_fix_removes_folders_for_temporary_files_that_no_driver_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("aionn.caching.export_folder._places", lambda: (str(tmp_path),))
+    monkeypatch.setattr("aionn.caching.private_folder._places", lambda: (str(tmp_path),))
     left, held = tmp_path / "aionn-exports-1-00", tmp_path / "aionn-exports-2-00"
     left.mkdir()
     (left / "artifact").write_bytes(b"half")

@@ -13,7 +13,7 @@ from onnx import TensorProto, helper
 
 from aionn.cli import main
 from aionn.cli.printing import UsageError
-from aionn.cli.shapes import parse_shapes
+from aionn.cli.running import parse_shapes
 from aionn.testing import identity_model
 from tests.cli.test_commands import aionn_logger  # noqa: F401 -- autouse
 from tests.leaks import driver_pids

@@ -114,7 +114,7 @@ def test_a_trace_that_cannot_be_written_is_told_before_the_model_runs(tmp_path: 
         assert f"{str(tmp_path)!r} is a directory, or cannot be written to; name another file" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("place", ["aionn.cli.top_snapshot.snapshot", "aionn.cli.commands.run_command"])
+@pytest.mark.parametrize("place", ["aionn.cli.top_reading.snapshot", "aionn.cli.commands.run_command"])
 def test_an_interrupt_at_any_time_is_one_line(place: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt

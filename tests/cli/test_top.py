@@ -28,8 +28,7 @@ import pytest
 from rich.console import Console
 
 import aionn
-from aionn.cli.top_figures import BurstFigures, DeviceFigures, Figures, RuntimeFigures, figures
-from aionn.cli.top_reading import Reading, read
+from aionn.cli.top_reading import BurstFigures, DeviceFigures, Figures, Reading, RuntimeFigures, figures, read
 from aionn.cli.top_tables import SORTS, content
 from aionn.pages._page import bucket_of
 from aionn.pages.app_layout import DEVICE_COUNTERS, DROPPED, PID, SENT, Kind

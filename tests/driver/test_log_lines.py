@@ -12,8 +12,8 @@ import anyio
 import anyio.lowlevel
 import pytest
 
-from aionn.driver import log_lines
-from aionn.driver.log_lines import MAX_BYTES, PER_SECOND, LogLines
+from aionn.driver import process
+from aionn.driver.process import MAX_BYTES, PER_SECOND, LogLines
 
 pytestmark = pytest.mark.anyio
 
@@ -50,7 +50,7 @@ class Sent:
 
 async def test_ten_thousand_lines_in_a_second_become_fifty_and_one(logger: logging.Logger, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second is long here, so that a slow machine logs all lines in it."""
-    monkeypatch.setattr(log_lines, "SECOND_S", 3600.0)
+    monkeypatch.setattr(process, "SECOND_S", 3600.0)
     sent = Sent()
     lines = LogLines(sent)
     logger.addHandler(lines)
@@ -93,7 +93,7 @@ class Recording:
 
 
 async def test_how_many_were_left_out_comes_without_another_line(logger: logging.Logger, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log_lines, "SECOND_S", 0.3)
+    monkeypatch.setattr(process, "SECOND_S", 0.3)
     sent = Sent()
     logger.addHandler(LogLines(sent))
     for number in range(PER_SECOND + 7):

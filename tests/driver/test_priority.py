@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from aionn.driver.priority import MAX_WAIT_S, Turns
+from aionn.driver.lanes import MAX_WAIT_S, Turns
 from aionn.hal.types import Priority
 
 FOR_EVER_S = 3600.0

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import aionn
-from aionn.driver.streams import StreamHints
+from aionn.driver.prepared_model import StreamHints
 from aionn.hal import ExecutionReport, Needs
 from aionn.testing.models import identity_model
 from tests.runtime.hinted_engine import VARIABLE

@@ -13,8 +13,8 @@ import pytest
 from onnx import helper, numpy_helper
 
 import aionn
-from aionn.engines.accelerators import nvidia_versions
 from aionn.engines.onnxruntime import OnnxRuntimeEngine
+from aionn.engines.onnxruntime_providers import nvidia_versions
 from aionn.engines.openvino import OpenVINOEngine
 from aionn.hal import CompileOptions, DeviceType
 from tests.engines.onnx_graphs import model_of, value

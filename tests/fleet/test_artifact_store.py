@@ -11,9 +11,8 @@ import pytest
 from aionn.caching.manifest import StoredFile
 from aionn.caching.outcomes import MissReason, Refusal
 from aionn.errors import CallerError
-from aionn.fleet.addresses import open_address
+from aionn.fleet.addresses import StoreError, open_address
 from aionn.fleet.artifact_store import ArtifactStore, Pushed
-from aionn.fleet.errors import StoreError
 from aionn.fleet.folders import BadContentsError
 from aionn.fleet.places import StatementPlace, fingerprint, statement_place
 from tests.fleet.entries import OTHER_BUILDER, Artifact, artifact, some_bytes, stored

@@ -16,14 +16,13 @@ import pytest
 
 import aionn
 from aionn.cli import main
-from aionn.fleet import checking, content_of
+from aionn.fleet import content_of, sweeping
 from aionn.fleet.addresses import open_address
 from aionn.fleet.artifact_store import ArtifactStore
-from aionn.fleet.checking import Checked, check_store
 from aionn.fleet.judging import claimed_files, trusted_files
 from aionn.fleet.models import put_model
 from aionn.fleet.places import file_path, model_path
-from aionn.fleet.sweeping import sweep
+from aionn.fleet.sweeping import Checked, check_store, sweep
 from aionn.testing.models import scaled_model
 from tests.fleet.entries import KEYRING, Artifact, artifact, some_bytes
 from tests.fleet.fake_s3 import FakeS3
@@ -112,7 +111,7 @@ async def test_what_another_process_mends_stays(
     async def mend() -> None:
         said.append(await push())
 
-    once_before(monkeypatch, store.requests if moment == "between two readings" else checking._Check, MOMENTS[moment], mend)
+    once_before(monkeypatch, store.requests if moment == "between two readings" else sweeping._Check, MOMENTS[moment], mend)
     found = await check(store)
     assert said == ["added" if what == "a statement of junk" else "repaired"]
     assert found.removed == 0
@@ -126,7 +125,7 @@ async def test_a_statement_whose_file_comes_back_after_its_removal_stays(
 ) -> None:
     await pushed.push(store)
     await damage(store, pushed, "a torn file")
-    once_before(monkeypatch, checking._Check, "_is_still_caused", push)
+    once_before(monkeypatch, sweeping._Check, "_is_still_caused", push)
     assert (await check(store)).removed == 1
     left = await check(store)
     assert (left.statements, left.files, left.bad) == (1, 4, ())
@@ -144,7 +143,7 @@ async def test_what_a_sweep_has_taken_and_another_process_has_pushed_anew_stays(
         await sweep(store, claimed_files, keep_s=-1.0, grace_s=-1.0)
         said.append(await push())
 
-    once_before(monkeypatch, checking._Check, "remove", mend)
+    once_before(monkeypatch, sweeping._Check, "remove", mend)
     assert ((await check(store)).removed, said) == (0, ["added"])
     left = await check(store)
     assert (left.statements, left.files, left.bad) == (1, 4, ())
@@ -160,7 +159,7 @@ async def test_a_model_that_is_written_anew_stays(store: ArtifactStore, monkeypa
     whole = await store.requests.find(model_path(model.token))
     assert whole is not None
     await store.requests.replace(whole.path, bytes(whole.size_bytes))
-    once_before(monkeypatch, checking._Check, "remove", lambda: put_model(writer, model.token, files, anew=True))
+    once_before(monkeypatch, sweeping._Check, "remove", lambda: put_model(writer, model.token, files, anew=True))
     found = await check(store)
     assert ([one.path for one in found.bad], found.removed) == ([whole.path], 0)
     assert (await check(store)).bad == ()
@@ -192,7 +191,7 @@ async def test_the_command_says_what_it_has_not_removed(
 ) -> None:
     await pushed.push(store)
     await damage(store, pushed, "a torn file")
-    once_before(monkeypatch, checking._Check, "remove", push)
+    once_before(monkeypatch, sweeping._Check, "remove", push)
     assert await anyio.to_thread.run_sync(main, ["fleet", "verify", store.address, "--remove"]) == 1
     said = " ".join(capsys.readouterr().err.split())
     assert "2 objects could not serve; 0 removed, and 2 not, because another process has replaced, repaired" in said

@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 
+from aionn.fleet.addresses import StoreError
 from aionn.fleet.artifact_store import ArtifactStore, Pushed
-from aionn.fleet.checking import check_store
-from aionn.fleet.errors import StoreError
 from aionn.fleet.judging import claimed_files, trusted_files
 from aionn.fleet.places import STATEMENTS, seen_path
-from aionn.fleet.sweeping import SweepReport, sweep
+from aionn.fleet.sweeping import SweepReport, check_store, sweep
 from tests.fleet.entries import KEYRING, OTHER_BUILDER, artifact, some_bytes, stored
 from tests.fleet.fake_s3 import FakeS3
 
@@ -252,8 +251,7 @@ async def test_a_sweep_of_a_bucket_follows_the_dates_of_the_store(s3: FakeS3) ->
 
 
 async def test_a_sweep_of_a_list_that_breaks_off_removes_nothing(s3: FakeS3) -> None:
-    from aionn.fleet.addresses import open_address
-    from aionn.fleet.errors import StoreError
+    from aionn.fleet.addresses import StoreError, open_address
 
     await artifact("one", b"1").push(ArtifactStore(open_address("s3://artifacts/prefix", patience_s=20.0)))
     for found in s3.objects.values():

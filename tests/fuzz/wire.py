@@ -56,8 +56,7 @@ from aionn.memory.requests import check_request
 from aionn.remote import calls, control
 from aionn.remote.calls import Fd, HalCall, LentMemory
 from aionn.remote.channel import ControlSocket, Descriptors
-from aionn.remote.control import HEADER, ControlError, Message
-from aionn.remote.failures import error_of, failure_of
+from aionn.remote.control import HEADER, ControlError, Message, error_of, failure_of
 from tests.fuzz.choices import Choices
 
 # ---- packets ----------------------------------------------------------------------------------------------------------

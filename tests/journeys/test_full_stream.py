@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import aionn
-from aionn.runtime.staging import making
+from aionn.runtime.staging import stages
 from tests.leaks import leak_check
 from tests.real_models import carried
 
@@ -77,7 +77,7 @@ async def full_stream(compilation: aionn.Compilation, side: int, depth: int) -> 
 
 
 async def test_the_better_stage_is_adopted_from_a_stream_without_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(making, "RUNS", 1)
+    monkeypatch.setattr(stages, "RUNS", 1)
     model = aionn.Model.from_onnx(carried("detector"))
     async with leak_check(grace_s=10), aionn.Runtime() as runtime:
         compilation = await runtime.compile(model, mode="staged", stages=("reference", "onnxruntime"))

@@ -19,7 +19,7 @@ import aionn
 from aionn.errors import CallerError, ExecutionError
 from aionn.hal.interfaces import PrepareOptions
 from aionn.hal.types import BufferDesc, BufferRole, DataLocation, ErrorStatus, Request, RequestArgument
-from aionn.memory import dma_buf
+from aionn.memory import descriptors
 from aionn.testing.models import identity_model
 from tests.conformance.devices import in_process
 
@@ -52,9 +52,9 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
     def is_dma_buf(fd: int) -> bool:
         return "exported" in os.readlink(f"/proc/self/fd/{fd}")
 
-    for place in ("aionn.memory.dma_buf", "aionn.memory.descriptors"):
+    for place in ("aionn.memory.descriptors", "aionn.memory.region"):
         monkeypatch.setattr(f"{place}.is_dma_buf", is_dma_buf)
-    monkeypatch.setattr("aionn.memory.dma_buf.fcntl.ioctl", kernel.ioctl)
+    monkeypatch.setattr("aionn.memory.descriptors.fcntl.ioctl", kernel.ioctl)
     return kernel
 
 
@@ -166,7 +166,7 @@ def test_a_dma_buf_of_the_kernel_is_read_and_written_in_place() -> None:
     with open("/dev/udmabuf", "rb") as device:
         fd = fcntl.ioctl(device.fileno(), UDMABUF_CREATE, bytearray(struct.pack("=IIQQ", memfd, 1, 0, PAGE)))
     try:
-        assert dma_buf.is_dma_buf(fd)
+        assert descriptors.is_dma_buf(fd)
         with aionn.Memory.from_fd(fd, PAGE) as memory:
             with memory.in_use() as view:
                 view[:4] = b"seen"

@@ -27,7 +27,7 @@ from aionn.pages import app_layout
 from aionn.pages.app_layout import Kind
 from aionn.pages.app_page import AppPage, close_page, open_page
 from aionn.pages.finding import find_page
-from aionn.pages.measures import MEASURES
+from aionn.pages.totals import MEASURES
 from aionn.testing import identity_model
 from tests.metrics.samples import families, scrape, value, values
 

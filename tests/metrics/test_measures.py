@@ -16,7 +16,7 @@ from aionn.pages import app_layout
 from aionn.pages._page import BurstSlot, bucket_of
 from aionn.pages.app_layout import Kind
 from aionn.pages.app_page import AppPage
-from aionn.pages.measures import MEASURES, MOST_NAMES, MOST_SERIES, OCTAVE_EDGES_S, Names, Sums, octaves, seconds_in
+from aionn.pages.totals import MEASURES, MOST_NAMES, MOST_SERIES, OCTAVE_EDGES_S, Names, Sums, octaves, seconds_in
 from tests.metrics.samples import families, scrape, value, values
 
 WHERE = {"runtime": "shop", "model": "detector", "device": "onnxruntime", "stage": "first"}

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from aionn.pages.measures import DROPS, ENDS, MEASURES, OUTCOMES, STATUSES
+from aionn.pages.totals import DROPS, ENDS, MEASURES, OUTCOMES, STATUSES
 
 yaml = pytest.importorskip("yaml", reason="PyYAML comes with the extra `docs`")
 

@@ -25,8 +25,8 @@ from aionn.caching import keyring as keyrings
 from aionn.fleet import ArtifactRequest, BuilderKey
 from aionn.fleet.addresses import open_address
 from aionn.fleet.artifact_store import ArtifactStore
-from aionn.fleet.checking import check_store
 from aionn.fleet.judging import trusted_files
+from aionn.fleet.sweeping import check_store
 from aionn.hal.trust import Keyring
 from aionn.ray.resources import device_resources, device_versions
 from aionn.testing import FakeDevice

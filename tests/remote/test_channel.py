@@ -26,8 +26,9 @@ from aionn.remote.control import (
     Message,
     Reply,
     decode,
+    error_of,
+    failure_of,
 )
-from aionn.remote.failures import error_of, failure_of
 from tests.descriptors import free_descriptors
 from tests.remote.frames import frame
 

@@ -19,8 +19,7 @@ from aionn.hal.types import BufferDesc, ErrorStatus, MemoryDescription, MemoryKi
 from aionn.remote.calls import Allocate, CopyFrom, Fd, FreeBuffer, LentMemory
 from aionn.remote.channel import ControlSocket, Descriptors
 from aionn.remote.connection import Connection
-from aionn.remote.control import CallMessage, Cancel, Failed, Message, Reply
-from aionn.remote.failures import failure_of
+from aionn.remote.control import CallMessage, Cancel, Failed, Message, Reply, failure_of
 
 pytestmark = [pytest.mark.anyio, pytest.mark.both_loops]
 

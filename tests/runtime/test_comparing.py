@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 
 import aionn
 from aionn.remote.device import RemotePreparedModel
-from aionn.runtime.serving.compiled_model import CompiledModel
-from aionn.runtime.serving.serving import Serving
+from aionn.runtime.serving.serving import CompiledModel, Serving
 from aionn.runtime.staging.comparing import _Pairs
 from aionn.runtime.staging.measuring import Inputs, Meter, Timed
 from aionn.testing import identity_model

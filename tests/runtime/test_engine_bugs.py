@@ -12,7 +12,7 @@ import pytest
 import aionn
 from aionn.caching import CacheOutcomeKind
 from aionn.errors import CompilationError, DeviceUnavailableError, ExecutionError
-from aionn.remote.failures import error_of, failure_of
+from aionn.remote.control import error_of, failure_of
 from aionn.testing import identity_model
 from tests.runtime import buggy_engine
 from tests.runtime.buggy_engine import NAME

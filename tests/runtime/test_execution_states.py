@@ -27,8 +27,7 @@ import pytest
 
 import aionn
 from aionn.runtime.processes.devices import Devices
-from aionn.runtime.serving.compiled_model import Gate
-from aionn.runtime.serving.serving import Serving
+from aionn.runtime.serving.serving import Gate, Serving
 from aionn.testing import FakeDevice
 from aionn.testing.fake_engine import SecondFakeEngine
 from tests.leaks import leak_check

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import aionn
-from aionn.caching.export_folder import left_folders
+from aionn.caching.private_folder import left_folders
 from aionn.testing import identity_model
 from tests.leaks import leak_check
 from tests.runtime.exporting_engine import ExportingEngine, LitteringEngine, ReachingEngine
@@ -47,7 +47,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
     """Where the folders lie: in memory, or in the temporary directory where there is no room in memory."""
     if request.param == "/dev/shm":
         return Path("/dev/shm")
-    monkeypatch.setattr("aionn.caching.export_folder._IN_MEMORY", "/no such place")
+    monkeypatch.setattr("aionn.caching.private_folder._IN_MEMORY", "/no such place")
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     return tmp_path
 

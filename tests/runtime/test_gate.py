@@ -8,7 +8,7 @@ import anyio
 import pytest
 
 import aionn
-from aionn.runtime.serving.compiled_model import Gate
+from aionn.runtime.serving.serving import Gate
 
 pytestmark = [pytest.mark.anyio, pytest.mark.both_loops]
 

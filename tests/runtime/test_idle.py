@@ -20,7 +20,7 @@ import pytest
 import aionn
 from aionn import trace
 from aionn.hal.types import Priority
-from aionn.runtime.preparing.idling import LOOKS, Idling
+from aionn.runtime.preparing.renewal import LOOKS, Idling
 from aionn.testing import FakeDevice, identity_model
 from aionn.testing.models import scaled_model
 from tests.leaks import driver_pids, leak_check

@@ -15,11 +15,10 @@ import pytest
 
 import aionn
 from aionn.hal.types import Priority
-from aionn.runtime.preparing.idling import LOOKS, Idling
+from aionn.runtime.preparing.renewal import LOOKS, Idling
 from aionn.runtime.processes.devices import Device, Devices
 from aionn.runtime.processes.process import DriverProcess
-from aionn.runtime.serving.compiled_model import Rest
-from aionn.runtime.serving.serving import Serving
+from aionn.runtime.serving.serving import Rest, Serving
 from aionn.testing import FakeDevice, identity_model
 from tests.leaks import leak_check
 from tests.runtime.idling_app import SHAPE, asleep, device_of, idle, until, x

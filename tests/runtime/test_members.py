@@ -11,8 +11,7 @@ import pytest
 import aionn
 from aionn.hal.model import Model
 from aionn.remote.device import RemotePreparedModel
-from aionn.runtime.serving.compiled_model import CompiledModel, NotNowError
-from aionn.runtime.serving.serving import Serving
+from aionn.runtime.serving.serving import CompiledModel, NotNowError, Serving
 
 pytestmark = pytest.mark.anyio
 

@@ -23,7 +23,7 @@ from aionn.errors import CallerError, CompilationError, DeadlineError, DriverDie
 from aionn.graph.steps import Step
 from aionn.hal import EngineOptions, ExecutionPreference, PrepareOptions
 from aionn.runtime.model import is_read
-from aionn.runtime.preparing.kept_plan import KeptPlan, decoded, encoded, scope_of
+from aionn.runtime.preparing.partition import KeptPlan, decoded, encoded, scope_of
 from aionn.runtime.processes.devices import Devices
 from aionn.testing import FakeDevice
 from tests.runtime.operator_engines import AddEngine, MulEngine, WholeEngine, drivers, expected, three_step_model

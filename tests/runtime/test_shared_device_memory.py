@@ -12,7 +12,7 @@ from onnx import TensorProto, helper
 
 import aionn
 from aionn.runtime.compilation import parts_of
-from aionn.runtime.serving.compiled_model import NotNowError
+from aionn.runtime.serving.serving import NotNowError
 from aionn.testing.models import identity_model
 from tests.engines.onnx_graphs import model_of, value
 from tests.leaks import leak_check

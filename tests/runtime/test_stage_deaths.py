@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 import aionn
-from aionn.runtime.staging import making
+from aionn.runtime.staging import stages
 from aionn.testing import FakeDevice, identity_model
 from aionn.testing.models import scaled_model
 from tests.leaks import leak_check
@@ -105,7 +105,7 @@ async def test_a_better_stage_comes_although_the_first_ones_driver_dies_under_th
 async def test_a_first_stage_that_dies_under_each_comparison_ends_the_wait_with_the_reason(
     quick: FakeDevice, best: FakeDevice, model: aionn.Model, monkeypatch: pytest.MonkeyPatch, made_up: bool
 ) -> None:
-    monkeypatch.setattr(making, "COMPARISONS", 3)
+    monkeypatch.setattr(stages, "COMPARISONS", 3)
     async with leak_check(), aionn.Runtime() as runtime:
         compilation = await staged(runtime, model, quick, best)
         if not made_up:

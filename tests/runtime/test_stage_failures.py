@@ -25,10 +25,9 @@ import pytest
 import aionn
 from aionn.errors import ExecutionError
 from aionn.hal.types import ErrorStatus
-from aionn.runtime.serving import compiled_model
-from aionn.runtime.serving.compiled_model import CompiledModel
-from aionn.runtime.serving.serving import Serving
-from aionn.runtime.staging import making, measuring, samples
+from aionn.runtime.serving import serving
+from aionn.runtime.serving.serving import CompiledModel, Serving
+from aionn.runtime.staging import measuring, stages
 from aionn.runtime.staging.measuring import Inputs, Meter
 from aionn.testing import FakeDevice, identity_model
 from tests.leaks import leak_check
@@ -56,8 +55,8 @@ def state_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def short_comparisons(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(samples, "SAMPLES", 1)
-    monkeypatch.setattr(making, "RUNS", 1)
+    monkeypatch.setattr(measuring, "SAMPLES", 1)
+    monkeypatch.setattr(stages, "RUNS", 1)
 
 
 class App:
@@ -223,7 +222,7 @@ class FaultyDriverError(ExecutionError):
 async def test_failing_at_the_swap(
     quick: FakeDevice, best: FakeDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: int
 ) -> None:
-    monkeypatch.setattr(compiled_model, "LINK_S", 0.5)
+    monkeypatch.setattr(serving, "LINK_S", 0.5)
     original = CompiledModel._prepare
     told: list[tuple[str, bool]] = [("", False)]
 

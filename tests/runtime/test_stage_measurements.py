@@ -19,7 +19,7 @@ from aionn.caching import OutputDifference, StageMeasurement
 from aionn.caching.store import CacheStore
 from aionn.hal import ExecutionPreference, PrepareOptions, Priority
 from aionn.runtime.preparing.compile_acts import CacheChoice, CompileRequest
-from aionn.runtime.staging import making, samples, verdicts
+from aionn.runtime.staging import measuring, stages, verdicts
 from aionn.testing import FakeDevice, identity_model
 from tests.leaks import leak_check
 from tests.runtime.staged_streams import SHAPE, frame, rejected, staged, streaming
@@ -37,8 +37,8 @@ def anyio_backend() -> Any:
 @pytest.fixture(autouse=True)
 def state_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    monkeypatch.setattr(samples, "SAMPLES", 1)
-    monkeypatch.setattr(making, "RUNS", 1)
+    monkeypatch.setattr(measuring, "SAMPLES", 1)
+    monkeypatch.setattr(stages, "RUNS", 1)
 
 
 # --- the verdict on one measurement -------------------------------------------------------------------------------------------

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 import aionn
-from aionn.runtime.staging import making, measuring, samples
-from aionn.runtime.staging.samples import Samples
+from aionn.runtime.staging import measuring, stages
+from aionn.runtime.staging.measuring import Samples
 from aionn.testing import FakeDevice, identity_model
 from tests.leaks import leak_check
 from tests.runtime.staged_streams import SHAPE, frame, rejected, staged
@@ -126,7 +126,7 @@ async def test_tolerances_say_how_far_outputs_may_differ(quick: FakeDevice, best
 async def test_a_run_that_takes_too_long_is_not_timed_but_given_up(
     quick: FakeDevice, best: FakeDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(making, "RUNS", 1)
+    monkeypatch.setattr(stages, "RUNS", 1)
     best.delay(0.8)  # slow, and well under the second after which a driver that misses its deadline counts as hung
     for run_timeout_s, reason in ((0.2, "did not come by the deadline"), (20.0, "it is not faster by 10%")):
         async with leak_check(), aionn.Runtime() as runtime:
@@ -137,7 +137,7 @@ async def test_a_run_that_takes_too_long_is_not_timed_but_given_up(
 
 
 def test_samples_stay_within_their_number_and_their_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(samples, "SAMPLE_EVERY_S", 0.0)
+    monkeypatch.setattr(measuring, "SAMPLE_EVERY_S", 0.0)
 
     def kept(most: int, most_bytes: int) -> list[float]:
         samples = Samples(MODEL, most, most_bytes)

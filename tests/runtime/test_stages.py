@@ -17,7 +17,7 @@ import pytest
 
 import aionn
 from aionn import trace
-from aionn.runtime.staging import making, measuring
+from aionn.runtime.staging import measuring, stages
 from aionn.testing import FakeDevice, identity_model
 from aionn.testing.models import scaled_model
 from tests.leaks import leak_check
@@ -46,7 +46,7 @@ def model() -> aionn.Model:
 async def test_the_better_stage_takes_over_once_and_no_frame_is_lost(
     quick: FakeDevice, best: FakeDevice, model: aionn.Model, tmp_path: Path, cached: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(making, "RUNS", 3)
+    monkeypatch.setattr(stages, "RUNS", 3)
     with trace.record() as recording:
         async with leak_check(), aionn.Runtime() as runtime:
             compilation = await staged(runtime, model, quick, best, tmp_path / "cache" if cached else None)
@@ -71,7 +71,7 @@ async def test_the_better_stage_takes_over_once_and_no_frame_is_lost(
 async def test_calls_that_come_at_once_are_held_and_none_is_lost(
     quick: FakeDevice, best: FakeDevice, model: aionn.Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(making, "RUNS", 3)
+    monkeypatch.setattr(stages, "RUNS", 3)
     answered: dict[str, int] = {}
 
     async with leak_check(), aionn.Runtime() as runtime:
@@ -117,7 +117,7 @@ async def test_a_stage_with_other_outputs_is_rejected_and_remembered(
 async def test_a_stream_that_may_not_be_held_and_leaves_no_gap_keeps_its_stage(
     quick: FakeDevice, best: FakeDevice, model: aionn.Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(making, "COMPARE_S", 0.5)
+    monkeypatch.setattr(stages, "COMPARE_S", 0.5)
     monkeypatch.setattr(measuring.Meter, "may_hold", lambda meter, most_s: False)  # as with deadlines that leave no room
     with trace.record() as recording:
         async with leak_check(), aionn.Runtime() as runtime:

@@ -16,7 +16,7 @@ import pytest
 from numpy.typing import NDArray
 
 import aionn
-from aionn.runtime.staging import making
+from aionn.runtime.staging import stages
 from aionn.testing import FakeDevice, identity_model
 from aionn.testing.models import scaled_model
 from tests.leaks import leak_check
@@ -146,7 +146,7 @@ async def test_a_hit_a_driver_s_death_and_a_swap_keep_threads_and_instances(mode
 
 
 async def test_stages_keep_threads_and_instances(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(making, "RUNS", 3)
+    monkeypatch.setattr(stages, "RUNS", 3)
     with FakeDevice(AskedEngine) as quick, FakeDevice(SecondAskedEngine) as best:
         for made_by in ("worker", "cache"):
             async with leak_check(), aionn.Runtime() as runtime:

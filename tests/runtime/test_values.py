@@ -21,7 +21,7 @@ from aionn.caching import CacheOutcomeKind
 from aionn.errors import CallerError, CompilationError, DeadlineError, DriverDiedError, ExecutionError
 from aionn.hal import Artifact, CacheFiles, CompileOptions, Engine, Executable, ExecutionReport, ValueKind, ValueType
 from aionn.pages.app_layout import COMPUTED, COPIED_BYTES
-from aionn.remote import value_calls
+from aionn.remote import values
 from aionn.runtime.streaming.kept_burst import DEPTH
 from aionn.testing import FakeDevice
 from tests.leaks import driver_pids, leak_check
@@ -238,8 +238,8 @@ async def test_large_values_go_through_one_shared_memory_both_ways(monkeypatch: 
         laid.append(found[1] is not None)
         return found
 
-    real = value_calls.laid_out
-    monkeypatch.setattr(value_calls, "laid_out", spy)
+    real = values.laid_out
+    monkeypatch.setattr(values, "laid_out", spy)
     many = [np.full((256, 1024), number, np.float32) for number in range(8)]
     words = np.array([f"word {number}" for number in range(100_000)], object)
     async with leak_check(), aionn.Runtime(start=()) as runtime:

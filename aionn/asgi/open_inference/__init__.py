@@ -7,9 +7,7 @@ The protocol has metadata, health and inference with tensors as JSON or as raw b
     oip         the routes, and what each of them answers
     inference   one request for inference: read, computed, answered
     targets     the models by name: a compilation, its burst, its counts, and calls that survive the death of a driver
-    arrivals    the timer that ends requests whose bodies come too late
-    incoming    the body of a request, in chunks, up to a limit of size and time
-    room        how much memory all bodies together may take
+    incoming    the body of a request, in chunks, up to a limit of size and time, and of memory for all bodies together
     messages    the JSON of a request, and what it asks of a model; no I/O
     tensors     tensors as JSON and as raw bytes; no I/O
     refusals    the status and the sentence of each error

@@ -3,6 +3,17 @@
 Invariants
     Bytes are handed out once, in order. `_chunk` holds those that have arrived and are not handed out.
     `_arrived` never exceeds the limit by more than one chunk of the server.
+
+`AwaitedBodies` ends requests whose bodies do not arrive in time, with one timer for all of them. A cancel scope for each wait would make
+small requests slower by a twentieth.
+
+Invariants
+    All requests run in one event loop.
+    The timer is set while a body is waited for, and fires no later than the first of their deadlines.
+    A task is cancelled only while it waits in `message`, and at most once per wait. The wait takes that cancellation back.
+
+`Room` says how much memory the bodies of all requests that arrive in pieces may take together. Without such a bound a thousand clients,
+each with a body of the largest size, would take all of the machine's memory.
 """
 
 from __future__ import annotations
@@ -11,11 +22,9 @@ import asyncio
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
-from starlette.types import Receive, Scope
+from starlette.types import Message, Receive, Scope
 
-from aionn.asgi.open_inference.arrivals import AwaitedBodies
-from aionn.asgi.open_inference.refusals import RequestRefusal
-from aionn.asgi.open_inference.room import Room
+from aionn.asgi.open_inference.refusals import RESTART_S, RequestRefusal
 
 _HEADER = "Inference-Header-Content-Length"
 _READ = frozenset((b"content-length", b"content-encoding", b"inference-header-content-length"))
@@ -164,3 +173,83 @@ def _number(header: str, value: bytes | None) -> int | None:
     if not (value.isdigit() and len(value) < 20):
         raise RequestRefusal(400, f"{header} is {value.decode('latin-1')!r}; give a number of bytes")
     return int(value)
+
+
+class AwaitedBodies:
+    """The requests whose bodies are waited for, with one timer."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[asyncio.Task[Any], float] = {}
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def message(self, receive: Receive, by_s: float) -> Message:
+        """Return the next message of a request.
+
+        Args:
+            by_s: when the message must have arrived, in seconds of the event loop's clock.
+
+        Raises:
+            TimeoutError: the message has not arrived by then.
+        """
+        task = asyncio.current_task()
+        assert task is not None
+        others = task.cancelling()
+        self._waiting[task] = by_s
+        if self._timer is None or by_s < self._timer.when():
+            self._set(by_s)
+        try:
+            return await receive()
+        except asyncio.CancelledError:
+            # Another part of the program may have cancelled the task, too, and that cancellation goes on.
+            if task not in self._waiting and task.uncancel() <= others:
+                raise TimeoutError from None
+            raise
+        finally:
+            self._waiting.pop(task, None)
+
+    def _set(self, by_s: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_at(by_s, self._end_late)
+
+    def _end_late(self) -> None:
+        self._timer = None
+        now_s = asyncio.get_running_loop().time()
+        for task in [task for task, by_s in self._waiting.items() if by_s <= now_s]:
+            del self._waiting[task]
+            task.cancel()
+        if self._waiting:
+            self._set(min(self._waiting.values()))
+
+
+ROOM_BYTES, ROOM_BODIES = 2**29, 4
+"""All bodies together may take `ROOM_BYTES`, or as much as `ROOM_BODIES` bodies of the largest size, if that is more."""
+
+
+class Room:
+    """Memory for bodies.
+
+    Args:
+        largest_bytes: the largest body that is accepted.
+    """
+
+    def __init__(self, largest_bytes: int) -> None:
+        self._most = max(ROOM_BYTES, ROOM_BODIES * largest_bytes)
+        self._used = 0
+
+    def take(self, count: int) -> None:
+        """Count bytes that a body takes.
+
+        Raises:
+            Refusal: the bodies of all requests would take more than they may.
+        """
+        if self._used + count > self._most:
+            sentence = (
+                f"the requests under way take {self._used} of the {self._most} bytes that this server keeps for them; try again later"
+            )
+            raise RequestRefusal(503, sentence, {"Retry-After": str(RESTART_S), "Connection": "close"})
+        self._used += count
+
+    def give_back(self, count: int) -> None:
+        """Count bytes that a body took, and does not take any more."""
+        self._used -= count

@@ -13,10 +13,9 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import Receive, Scope, Send
 
 import aionn
-from aionn.asgi.open_inference.incoming import Incoming
+from aionn.asgi.open_inference.incoming import Incoming, Room
 from aionn.asgi.open_inference.inference import infer
 from aionn.asgi.open_inference.refusals import RequestRefusal, refusal_of
-from aionn.asgi.open_inference.room import Room
 from aionn.asgi.open_inference.targets import VERSION, ServedModel, Targets, checked_targets
 from aionn.asgi.open_inference.tensors import datatype, shape_of
 from aionn.asgi.requests import RETRY_AFTER_S

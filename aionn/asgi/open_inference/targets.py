@@ -18,7 +18,7 @@ import anyio
 from starlette.requests import HTTPConnection
 
 import aionn
-from aionn.asgi.open_inference.arrivals import AwaitedBodies
+from aionn.asgi.open_inference.incoming import AwaitedBodies
 from aionn.asgi.open_inference.messages import ModelRequest
 from aionn.asgi.open_inference.refusals import RequestRefusal
 from aionn.asgi.requests import RETRY_AFTER_S

@@ -6,12 +6,10 @@
 
     cache         CacheStore, the face; opens an entry, and waits for another compiler of it
     opening       what opening returns (Hit, Miss, Declined, Publisher), and its blocking part (Look)
-    housekeeping  finds or makes the directory, tidies it, keeps it within its budget
-    maintenance   what `aionn cache` asks for: list, verify, prune
+    housekeeping  finds or makes the directory, tidies it, keeps it within its budget; lists, verifies and prunes it
     index         the index's file: which entry is evicted first; plans of models that were cut, stage measurements, use counts
-    directory     where everything lies, how entries are found, how files are opened and checked
+    directory     where everything lies, how entries are found, how files are opened and checked, also for a driver
     writing       how entries are made, switched and removed
-    lending       opens cache files once more, for a driver that writes them
     locks         who may read, publish and compile an entry
 
 A reader never sees half an entry, for these reasons. Files lie in the directory of one generation. They are written before a manifest names
@@ -21,7 +19,7 @@ manifest names.
 """
 
 from aionn.caching.store.cache import DEFAULT_MAX_BYTES, CacheStore
-from aionn.caching.store.maintenance import BadEntry, EntryInfo, PruneReport
+from aionn.caching.store.housekeeping import BadEntry, EntryInfo, PruneReport
 from aionn.caching.store.opening import Declined, Hit, Miss, Publisher
 
 __all__ = ["DEFAULT_MAX_BYTES", "BadEntry", "CacheStore", "Declined", "EntryInfo", "Hit", "Miss", "PruneReport", "Publisher"]

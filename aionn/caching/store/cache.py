@@ -32,10 +32,9 @@ from aionn.caching.manifest import Wanted
 from aionn.caching.measurements import StageMeasurement
 from aionn.caching.outcomes import MissReason, Refusal
 from aionn.caching.store.directory import refusal_of
-from aionn.caching.store.housekeeping import CacheUsage, Housekeeping
+from aionn.caching.store.housekeeping import BadEntry, CacheUsage, EntryInfo, Housekeeping, PruneReport, list_entries, prune, verify
 from aionn.caching.store.index import Index
 from aionn.caching.store.locks import CompileQueues, wait_to_hold
-from aionn.caching.store.maintenance import BadEntry, EntryInfo, PruneReport, list_entries, prune, verify
 from aionn.caching.store.opening import Declined, Hit, Look, Miss, undo
 from aionn.errors import CallerError
 from aionn.tasks import ThreadWork, run_in_thread

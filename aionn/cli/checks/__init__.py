@@ -2,10 +2,8 @@
 
     row              a row: ok, warn or fail, with what was found, what is needed and the way out
     kernel           the kernel's version, and its calls by trying them: pidfds, memfds, eventfds, futexes, parent death signals
-    process_limits   open files, address space and the Python of this process
     sandbox          what the kernel has to confine drivers with, and what confines each driver that was tried
-    containers       CPU quotas and memory of the cgroups, beside the affinity
-    machine          clocks, frequency governor, huge pages, pressure
+    machine          clocks, frequency governor, huge pages, pressure; open files and address space; CPU quotas and memory of the cgroups
     engines          every installed engine, with a small model in a real driver process
     folders          the state directory and caches: owner, mode, space, file system, databases
     processes        drivers without an app, other releases of aionn, other time namespaces

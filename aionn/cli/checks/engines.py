@@ -20,7 +20,7 @@ from aionn.cli.checks.sandbox import confined
 from aionn.engines.installed import BUILT_IN, GROUP, with_descriptors
 from aionn.errors import AionnError
 from aionn.runtime.processes.template import why_none
-from aionn.testing.checked_models import CheckedModel, standard_models
+from aionn.testing.models import CheckedModel, standard_models
 
 ENGINE_S = 60.0
 """How long an engine may take to start, compile and answer."""

@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from shlex import quote
 
-from aionn.caching.export_folder import left_folders
-from aionn.caching.private_folder import missing_home
+from aionn.caching.private_folder import left_folders, missing_home
 from aionn.caching.state import query, read_database, state_path
 from aionn.caching.store.directory import UnsafeFileError, check_owner, is_hex, refusal_to_store
 from aionn.cgroups import text_of

@@ -21,9 +21,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from aionn.caching.export_folder import clean_up
 from aionn.caching.manifest import Manifest
-from aionn.caching.private_folder import free_folder
+from aionn.caching.private_folder import clean_up, free_folder
 from aionn.caching.state import UNUSED_KEPT_S
 from aionn.caching.store.directory import MANIFEST, CacheDirectory, is_hex
 from aionn.caching.store.housekeeping import Housekeeping

@@ -24,8 +24,7 @@ from aionn.memory.memory import Memory
 from aionn.memory.region import Region
 from aionn.remote.device import RemoteBuffer
 from aionn.runtime.executing.device_buffers import BufferPair, losing, lost_with
-from aionn.runtime.serving.compiled_model import NotNowError, Rest
-from aionn.runtime.serving.serving import Serving
+from aionn.runtime.serving.serving import NotNowError, Rest, Serving
 from aionn.runtime.session import Session
 from aionn.tasks import call_soon_from_anywhere
 

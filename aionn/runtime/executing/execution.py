@@ -44,8 +44,7 @@ from aionn.runtime.executing.frame_layout import FrameLayout, Outputs
 from aionn.runtime.executing.frames import Frames, fill
 from aionn.runtime.executing.placement import Placement, check_frame, check_outputs, contents_of, is_placed, place, states_of
 from aionn.runtime.executing.transitions import AFTER, ANSWER, LEFT, PLACE, PUT_BACK, SEND, SETTLE, SETTLED, WAITING, WIDEN, Act
-from aionn.runtime.serving.compiled_model import CompiledModel
-from aionn.runtime.serving.serving import Serving
+from aionn.runtime.serving.serving import CompiledModel, Serving
 from aionn.tasks import ending_by
 
 if TYPE_CHECKING:

@@ -39,10 +39,9 @@ from aionn.runtime.preparing.partition import Partition
 from aionn.runtime.preparing.preparation import Found, prepare
 from aionn.runtime.preparing.renewal import Renewal
 from aionn.runtime.record import Progress, about
-from aionn.runtime.serving.compiled_model import CompiledModel, NotNowError
 from aionn.runtime.serving.planned_execution import StepFailure
 from aionn.runtime.serving.planned_model import PlannedModel
-from aionn.runtime.serving.serving import Serving
+from aionn.runtime.serving.serving import CompiledModel, NotNowError, Serving
 from aionn.tasks import seconds_until
 
 logger = logging.getLogger("aionn.runtime")

@@ -36,8 +36,7 @@ from aionn.runtime.executing.execution import Execution
 from aionn.runtime.executing.frame_layout import FrameLayout
 from aionn.runtime.executing.frames import Frames
 from aionn.runtime.executing.placement import Placement
-from aionn.runtime.serving.compiled_model import CompiledModel
-from aionn.runtime.serving.serving import Serving
+from aionn.runtime.serving.serving import CompiledModel, Serving
 from aionn.tasks import bounded_shield, call_soon_from_anywhere
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ The words at the end of a line are `Made.by`.
     in the cache           the serving driver loads the entry: "cache"
     not in the cache       a compile backend is asked, if there is one. The serving driver adopts what the backend offers, which is then
                            published: "backend"
-                           otherwise a worker (`worker`) compiles it into the cache, under the entry's compile lock. The serving driver
+                           otherwise a worker (`LocalWorker`) compiles it into the cache, under the entry's compile lock. The serving driver
                            loads the files, which are then published: "worker"
     no directory, or it    the same through anonymous files (memfd), which no other process sees: "worker"
     cannot be written to
@@ -18,13 +18,25 @@ compiles take long should export its artifacts. Only the engine `reference` does
 
 The backend and the worker are `CompileBackend`s. `adopting.Adoption` has the serving driver load what either offers, and the driver
 verifies what it loads, as always. It loads before the entry is published, so a disk that is full costs the entry and not a second compile.
+
+The worker is a driver process at the lowest priority that compiles for the driver process that will serve the model. It runs the same
+program as any driver. It gets SIGKILL when its compile has ended, when its caller's time is over or its caller is cancelled, and when the
+app ends. It may then leave an unpublished file, which the cache store sweeps.
+
+`LocalWorker` is the worker as a `CompileBackend`. What it offers has no signed statement, because this machine has no builder's key.
+Instead the worker has recorded the digests of the files in this user's state directory, and the serving driver reads these records. So the
+serving driver loads these bytes from the worker, and refuses others.
 """
 
 from __future__ import annotations
 
+import logging
+import math
+import os
 import secrets
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -34,11 +46,11 @@ import msgspec
 
 from aionn import trace
 from aionn.caching import CacheOutcome, CacheOutcomeKind, MissReason, Refusal
-from aionn.caching.offers import CompileBackend, Offered
+from aionn.caching.offers import ArtifactRequest, CompileBackend, Offered
 from aionn.caching.store import Declined, Hit, Miss
-from aionn.errors import AionnError, DeadlineError
-from aionn.hal.interfaces import CacheHandles
-from aionn.hal.types import CACHE_TOKEN_BYTES
+from aionn.errors import AionnError, CompilationError, DeadlineError
+from aionn.hal.interfaces import CacheHandles, PrepareOptions
+from aionn.hal.types import CACHE_TOKEN_BYTES, CacheFiles
 from aionn.remote.device import RemoteDevice, RemotePreparedModel
 from aionn.runtime.preparing.adopting import Adoption, NotTaken, offered_instead, request_of
 from aionn.runtime.preparing.compile_acts import (
@@ -46,6 +58,8 @@ from aionn.runtime.preparing.compile_acts import (
     CompileRequest,
     Missed,
     UnsupportedOperationError,
+    bound,
+    check_supported,
     compile_model,
     digested,
     leave,
@@ -53,16 +67,18 @@ from aionn.runtime.preparing.compile_acts import (
     log_refusal,
     open_entry,
     raise_if_unsupported,
+    read,
     refusal_from,
     refusal_of,
     wanted_of,
     wants_lanes,
 )
 from aionn.runtime.preparing.partition import prepare_on
-from aionn.runtime.preparing.worker import LocalWorker, UnsavedError
-from aionn.runtime.processes.devices import Devices
-from aionn.runtime.record import LOADING, LOOKING, current
+from aionn.runtime.processes.devices import Devices, introduced
+from aionn.runtime.processes.process import DriverProcess
+from aionn.runtime.record import COMPILING, LOADING, LOOKING, STARTING, current
 from aionn.runtime.serving.planned_model import Prepared
+from aionn.tasks import bounded_shield
 
 _REFUSALS = 2
 """The stage is given up after the device has refused so many artifacts that it has stored itself."""
@@ -331,3 +347,133 @@ class _Making:
                 self._first_miss = msgspec.structs.replace(self._first_miss, save_failure=failure)
             missed.store.warn(failure)
             current.get().refused(missed.store.path, self._name, failure)
+
+
+logger = logging.getLogger("aionn.runtime")
+
+_END_WORKER_S = 5.0
+"""Seconds to wait for the end of a killed worker."""
+
+
+class UnsavedError(CompilationError):
+    """The worker has compiled the model, but its artifact could not be stored. `reason` is the driver's save outcome."""
+
+
+class LocalWorker:
+    """A worker process of this machine as a `CompileBackend`.
+
+    Attributes:
+        wait_s: infinite, because `background.make` bounds the whole call.
+    """
+
+    wait_s = math.inf
+
+    def __init__(self, devices: Devices, threads: int, targets: CacheHandles | None = None, expected_s: float | None = None) -> None:
+        """Take what one compile needs. No process starts yet.
+
+        Args:
+            threads: engine threads of the worker, which gets as many CPUs.
+            targets: empty files for the artifact, which their caller closes. The offer has duplicates of the descriptors. None: anonymous
+                files (memfd).
+            expected_s: seconds that the compile took the last time, if that is known.
+        """
+        self._devices, self._threads = devices, devices.bounded_threads(threads)
+        self._targets, self._expected_s = targets, expected_s
+
+    async def compile(self, request: ArtifactRequest) -> Offered | None:
+        """Compile the model in a worker process. Returns None if the device does not cache this model.
+
+        Raises:
+            UnsavedError: the artifact could not be stored.
+            UnsupportedOperationError: the device cannot run every node.
+            CompilationError, DeviceUnavailableError, DriverDiedError, DriverHungError, MemoryAllocationError
+        """
+        began_ns = time.monotonic_ns()
+        offered = _anonymous(request.files) if self._targets is None else _duplicates(self._targets)
+        try:
+            with trace.span("stage.compile", device=request.device, model=current.get().name):
+                outcome = await self._saved(request, offered)
+            if outcome == "saved":
+                offered.compile_ns = time.monotonic_ns() - began_ns
+                return offered.taken()
+        finally:
+            offered.close()
+        if outcome == "declined":
+            return None
+        raise UnsavedError(f"the artifact of device {request.device!r} could not be stored: {outcome}", reason=outcome)
+
+    async def _saved(self, request: ArtifactRequest, target: Offered) -> str:
+        """Compile in a worker process, and write the artifact into the files of `target`. Return the driver's save outcome."""
+        name, asked = request.device, request.options
+        options = PrepareOptions(asked.preference, asked.priority, None, self._threads, options=asked.options)
+        handles = bound(CacheHandles(target.model, target.data, request.key), request.model_digest)
+        current.get().enter(name, STARTING)
+        async with worker(self._devices, name, self._threads) as remote:
+            await read(self._devices, request.model, name)
+            await check_supported(remote, request.model, options)
+            current.get().enter(name, COMPILING, self._expected_s)
+            prepared = await remote.prepare_model(request.model, options, handles)
+            return prepared.save_outcome
+
+
+def _anonymous(files: CacheFiles) -> Offered:
+    """Return anonymous files for an artifact, open for reading and writing. The system frees them with their last descriptor."""
+    fds: list[int] = []
+    try:
+        for number in range(files.model + files.data):
+            fds.append(os.memfd_create(f"aionn-stage-{number}", os.MFD_CLOEXEC))
+    except BaseException:
+        _close(fds)
+        raise
+    return Offered(None, fds[: files.model], fds[files.model :])
+
+
+def _duplicates(handles: CacheHandles) -> Offered:
+    fds: list[int] = []
+    try:
+        for fd in (*handles.model, *handles.data):
+            fds.append(os.dup(fd))
+    except BaseException:
+        _close(fds)
+        raise
+    return Offered(None, fds[: len(handles.model)], fds[len(handles.model) :])
+
+
+def _close(fds: list[int]) -> None:
+    for fd in fds:
+        os.close(fd)
+
+
+@asynccontextmanager
+async def worker(devices: Devices, name: str, threads: int) -> AsyncIterator[RemoteDevice]:
+    """Run a driver process of a device at the lowest priority, for the body. The process is killed when the body ends.
+
+    Args:
+        threads: the number of CPUs for the process. 0 gives the process as many as any driver, and the app's priority.
+    """
+    process: DriverProcess = devices.start_worker(name, threads)
+    try:
+        yield await process.ready()
+    finally:
+        # An engine in the middle of a compile reads no message, and the process holds nothing worth keeping.
+        process.kill(None)
+        try:
+            with bounded_shield(_END_WORKER_S):
+                await process.wait_ended()
+        finally:
+            devices.forget_worker(process)  # also if the task is cancelled while it waits
+
+
+async def version_of(devices: Devices, name: str) -> str | None:
+    """Return the version of a device, or None if its driver cannot be started.
+
+    If the device has had no driver yet, a driver is started and ended again.
+    """
+    device = devices.find(name)
+    if device.version is None:
+        try:
+            async with worker(devices, name, 0) as remote:
+                introduced(device, remote)
+        except AionnError as error:
+            logger.info("the version of device %r is not known: %s", name, error)
+    return device.version

@@ -1,32 +1,52 @@
 """Cut a model over several devices, and prepare each step as any model is prepared.
 
 A step has its own cache entry, whose key has its operations, and its own outcome. Steps of different devices are prepared side by side.
-If one fails, those that are prepared are released. The plan itself is kept with the cache (`kept_plan`), so that a hit needs no graph.
+If one fails, those that are prepared are released. The plan itself is kept with the cache (`KeptPlan`), so that a hit needs no graph.
+
+A `KeptPlan` says how a model was cut, beside the cache entries of the steps. With it a second start needs no graph: the steps name their
+cache entries, and the operands of the whole model stand beside them.
+
+A plan that a cache gives is checked before it is used (`decoded`). It begins with a digest of its scope and its text, so a damaged plan,
+and one that stands under another scope, is ignored. A process that may write the directory may also write a plan. Such a plan leads to
+no wrong result. The names of tensors are unique in a model, so all steps that fit together compute the same. And each driver takes an
+entry only if it has stored these bytes for these operations of this model.
+
+A `StepModel` is one step of a plan as a model. Its graph is made when it is first needed. A step that comes from a cache needs no graph.
+Its token is made of the whole model's and of the step, and its operands come from the cache entry. A step that is compiled has the whole
+model read, and its part cut out.
+
+A plan that comes from a cache names the model that was cut. A step of it is never cut out of another model: its graph is made after the
+whole model was digested and compared.
 """
 
 from __future__ import annotations
 
+import hmac
 import logging
+import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import anyio
 import msgspec
+from blake3 import blake3
 
 from aionn import trace
 from aionn.caching import CacheOutcome
-from aionn.errors import AionnError, CompilationError, DeviceUnavailableError
-from aionn.graph.steps import Step
-from aionn.hal.model import Model, known_token
-from aionn.hal.types import Operand
+from aionn.engines.processor import run_threads
+from aionn.errors import AionnError, CallerError, CompilationError, DeviceUnavailableError
+from aionn.graph.steps import Step, check_steps, step_token
+from aionn.hal import model as hal_model
+from aionn.hal.interfaces import PrepareOptions
+from aionn.hal.model import Model, known_contents, known_token
+from aionn.hal.types import CACHE_TOKEN_BYTES, Operand
 from aionn.hal.values import outside_frames
 from aionn.remote.device import RemotePreparedModel
+from aionn.runtime import model as models
 from aionn.runtime.model import adopt
 from aionn.runtime.preparing.compile_acts import CompileRequest, UnsupportedOperationError, digested, read, supported_by
-from aionn.runtime.preparing.kept_plan import KeptPlan, decoded, encoded, scope_of
 from aionn.runtime.preparing.preparation import Found, prepare
-from aionn.runtime.preparing.step_model import OtherModelError, Parts, StepModel
 from aionn.runtime.processes.devices import Devices
 from aionn.runtime.record import about, current
 from aionn.runtime.serving.planned_model import PlannedModel, PlannedStep, Prepared
@@ -289,3 +309,223 @@ async def prepare_on(devices: Devices, names: Sequence[str], request: CompileReq
         partition.capable = {names[0]: own, **flags}
         found = await partition.cut(versions)
     return found
+
+
+_DIGEST_BYTES = 32
+_FORMAT = 1
+_Operands = tuple[tuple[str, Operand], ...]
+
+
+class KeptPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The plan of one model.
+
+    Attributes:
+        model_digest: token of the model that was cut.
+        inputs, outputs: operands of the whole model, in its order.
+        operations: how many operations the model has. Some, such as nodes that only hold a constant, may be in no step.
+        steps: in the order in which they run.
+    """
+
+    format: int = _FORMAT
+    model_digest: Annotated[bytes, msgspec.Meta(min_length=CACHE_TOKEN_BYTES, max_length=CACHE_TOKEN_BYTES)]
+    inputs: _Operands
+    outputs: _Operands
+    operations: int
+    steps: tuple[Step, ...]
+
+
+def scope_of(token: bytes, versions: Mapping[str, str], options: PrepareOptions) -> bytes:
+    """Return the name under which a cache keeps a plan.
+
+    Args:
+        token: the app's token.
+        versions: of the devices that the model may be cut over, by name, best first.
+        options: the preference, the threads and the options of devices shape a plan.
+    """
+    parts = (token, tuple(versions.items()), options.preference.name, run_threads(options), options.instances, options.encoded)
+    return blake3(msgspec.msgpack.encode(parts), derive_key_context="aionn 1 plan of a model").digest()
+
+
+def encoded(plan: KeptPlan, scope: bytes) -> bytes:
+    """Return a plan as a cache keeps it under that scope."""
+    text = msgspec.msgpack.encode(plan)
+    return blake3(scope + text).digest() + text
+
+
+def decoded(body: bytes, scope: bytes, devices: Sequence[str], model_digest: bytes) -> KeptPlan | None:
+    """Return a plan that a cache has kept, or None if it is damaged or does not fit together. The trace counts the reason.
+
+    Args:
+        devices: names of the devices that the model may be cut over.
+        model_digest: token of the model, or empty if it is not known.
+    """
+    plan, wrong = None, "it does not match the digest that it begins with"
+    if hmac.compare_digest(body[:_DIGEST_BYTES], blake3(scope + body[_DIGEST_BYTES:]).digest()):
+        try:
+            plan = msgspec.msgpack.decode(body[_DIGEST_BYTES:], type=KeptPlan)
+            wrong = _wrong(plan, devices, model_digest)
+        except (msgspec.MsgspecError, ValueError) as error:
+            wrong = str(error)
+    if wrong:
+        trace.count("plan.refused", reason=wrong)
+        return None
+    return plan
+
+
+def _wrong(plan: KeptPlan, devices: Sequence[str], model_digest: bytes) -> str:
+    """Return why a plan cannot be used, or nothing."""
+    if plan.format != _FORMAT:
+        return f"it has format {plan.format}, and this release reads {_FORMAT}"
+    if model_digest and not hmac.compare_digest(plan.model_digest, model_digest):
+        return "it is the plan of another model"
+    for step in plan.steps:
+        if step.device not in devices:
+            return f"it has a step on device {step.device!r}"
+        if not step.operations or not step.outputs or len(step.nodes) != len(step.operations):
+            return "it has a step without operations, outputs or names of nodes"
+        if list(step.operations) != sorted(step.operations) or not 0 <= step.operations[0] <= step.operations[-1] < plan.operations:
+            return "the operations of a step are not in order, or not operations of the model"
+        if len(set(step.inputs)) < len(step.inputs) or len(set(step.outputs)) < len(step.outputs):
+            return "a step names a tensor twice"
+    inputs, outputs = dict(plan.inputs), dict(plan.outputs)
+    if len(inputs) < len(plan.inputs) or len(outputs) < len(plan.outputs) or not outputs:
+        return "it names an input or output twice, or no output"
+    if any(name in inputs and name not in outputs for step in plan.steps for name in step.outputs):
+        return "a step makes an input of the model"
+    return check_steps(plan.steps, inputs, outputs) or ""
+
+
+_FIELDS = frozenset({"graph", "inputs", "outputs", "operations", "constants", "pools", "token"})
+
+
+class OtherModelError(CallerError):
+    """The plan that a cache has kept is that of another model."""
+
+
+class Parts:
+    """The steps of a plan, and the source of their tokens and graphs (`Source`).
+
+    The graphs of all steps are made together at the first use, because the whole graph is walked for them.
+    """
+
+    def __init__(self, whole: hal_model.Model, steps: Sequence[Step]) -> None:
+        self.whole = whole
+        self.steps = tuple(steps)
+        self._made: tuple[hal_model.Model, ...] = ()
+        self._lock = threading.Lock()
+
+    def digest(self, model: StepModel) -> None:
+        """Digest the whole model, and make the token of the step. See `Source.digest`.
+
+        Raises:
+            CallerError: the model cannot be digested.
+            OtherModelError: the step is that of another model.
+        """
+        source = models.source_of(self.whole)
+        if source is not None:
+            source.digest(self.whole)
+        token = self.whole.token
+        if model.digest not in (b"", token):
+            raise OtherModelError("the plan that the cache keeps under this token is that of another model; a token is unique to one model")
+        _set(model, token=step_token(token, model.step))
+
+    def read(self, model: StepModel) -> None:
+        """Read the whole model, and make the step's graph. See `Source.read`.
+
+        Raises:
+            CallerError, CompilationError: the model cannot be read.
+            OtherModelError: the step is that of another model.
+        """
+        if models.is_read(model):
+            return
+        if model.digest:
+            self.digest(model)
+        source = models.source_of(self.whole)
+        if source is not None:
+            source.read(self.whole)
+        self.cut(model)
+
+    def cut(self, model: StepModel) -> None:
+        """Give a step its graph. The whole model has been read. Blocks.
+
+        Raises:
+            OtherModelError: the model has no such step.
+        """
+        from aionn.graph.step_models import step_models  # brings `onnx`, which a cache hit does without
+
+        if model.digest:
+            self._check_kept(model.step)
+        with self._lock:
+            if not self._made:
+                self._made = step_models(self.whole, self.steps, models.digests_of(self.whole) or {})
+        part = self._made[model.number]
+        if not models.adopt(model, part.inputs, part.outputs):
+            raise OtherModelError("the cache entry of a step has other inputs or outputs than the step")
+        contents = known_contents(part)
+        _set(model, _contents=contents, operations=part.operations, constants=part.constants, pools=part.pools, graph=part.graph)
+
+    def _check_kept(self, step: Step) -> None:
+        """Compare a step of a plan from a cache with the graph."""
+        from aionn.graph.flow import Flow
+
+        operations = self.whole.operations
+        if step.operations[-1] >= len(operations) or any(operations[i].name != n for i, n in zip(step.operations, step.nodes, strict=True)):
+            raise OtherModelError("the plan that the cache keeps names operations that the model does not have")
+        flow = Flow(self.whole)
+        there = {*step.inputs, *flow.constants, *(name for index in step.operations for name in flow.makes[index])}
+        if not there.issuperset(name for index in step.operations for name in flow.reads[index]) or not there.issuperset(step.outputs):
+            raise OtherModelError("a step of the plan that the cache keeps has other inputs or outputs than its operations")
+
+    def compiled(self, model: StepModel, contents: bytes) -> None:
+        """See `Source.compiled`."""
+        known: dict[tuple[int, ...], bytes] = self.whole.__dict__.setdefault("_compiled_steps", {})
+        before = known_contents(model) or known.setdefault(model.step.operations, contents)
+        if contents != before:
+            raise CallerError(
+                "the weights of the model have changed since it was read; load the model again, and replace files by renaming"
+            )
+
+
+class StepModel(hal_model.Model):
+    """A step of a model. `inputs` and `outputs` are known once its graph has been made, or a cache entry was loaded.
+
+    Attributes:
+        whole: the model that was cut.
+        step: which part of it this is. number: of the step in the plan.
+        digest: token of the model that a plan from a cache names. Empty for a plan that was made of the model at hand.
+    """
+
+    whole: hal_model.Model
+    step: Step
+    name = ""
+    number: int
+    digest: bytes
+    _source: Parts
+
+    def __init__(self, parts: Parts, number: int, digest: bytes) -> None:
+        whole, step = parts.whole, parts.steps[number]
+        _set(self, whole=whole, step=step, name=getattr(whole, "name", ""), number=number, digest=digest, _source=parts)
+        if known := digest or known_token(whole):
+            _set(self, token=step_token(known, step))
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> object:
+            # A field is missing until it is needed, so Python calls this.
+            if name not in _FIELDS:
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            if name == "token":
+                raise CallerError("the model has not been digested, so the token of its step is not known")
+            self._source.cut(self)
+            return self.__dict__[name]
+
+    def __repr__(self) -> str:
+        return f"<StepModel of {self.whole!r}: {len(self.step.operations)} operations on {self.step.device!r}>"
+
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+
+
+def _set(model: StepModel, **values: object) -> None:
+    for name, value in values.items():
+        object.__setattr__(model, name, value)  # the dataclass is frozen for its users

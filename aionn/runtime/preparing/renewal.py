@@ -1,6 +1,6 @@
 """`Renewal`: keeps the model of one compilation prepared. It prepares it at the first use, and anew when its driver has died.
 
-A model that was given back after idle time (`idling`) is prepared anew in the same way.
+A model that was given back after idle time (`Idling`) is prepared anew in the same way.
 
 A just-in-time compilation begins without a prepared model, and its first use prepares it. NNAPI has a driver keep the descriptors of
 cache files from `prepareModel` until the first execution. Here the app's side keeps the entry's name instead, and opens the files when
@@ -11,6 +11,20 @@ driver keeps until it is done.
 
 Bursts and device memories hold the renewal, so a compilation stays usable while one of them lives. The tasks of the runtime do not
 hold it. When it is collected, the driver frees the model.
+
+`Idling` gives the driver's memory of a compilation back while the app does not use it (`compile(idle_s=)`). A task looks at the compilation
+`LOOKS` times within `idle_s`. It compares counters that exist anyway, so an execution pays nothing. After `LOOKS` looks in a row without a
+use, everything that the compilation has in its driver is freed: the links of open bursts, then the prepared model. The `Serving` is marked
+`asleep`. From then on it is treated like one whose driver has died: the next use finds it not alive, prepares the model again
+(`Renewal.live`), and bursts connect anew. Between the last look and the mark nothing is awaited, so a use comes before all of it or after
+all of it.
+
+A driver process in which nothing is left is ended, by the same task. While the compilation sleeps, the task looks for such processes.
+
+What keeps a compilation awake
+    Requests: an execution in flight or sent since the look before; calls that wait (`Gate`); a leased frame; a connection that is made.
+    Acts: a swap, a stage in the making, a call that waits for a stage (`Use.hold`).
+    State: a device memory that the app has not closed, because its contents would be lost.
 """
 
 from __future__ import annotations
@@ -36,14 +50,13 @@ from aionn.errors import (
 )
 from aionn.graph.steps import Step
 from aionn.hal.model import Model
+from aionn.hal.types import Priority
 from aionn.remote.device import RemotePreparedModel
 from aionn.runtime.preparing.compile_acts import CompileRequest
-from aionn.runtime.preparing.idling import Idling
 from aionn.runtime.preparing.plan import prepare_on_best
 from aionn.runtime.preparing.preparation import Found, check_kept
 from aionn.runtime.record import Cause, Progress
-from aionn.runtime.serving.compiled_model import CompiledModel
-from aionn.runtime.serving.serving import Serving
+from aionn.runtime.serving.serving import CompiledModel, Rest, Serving
 from aionn.runtime.session import Session
 from aionn.tasks import call_soon_from_anywhere, seconds_until
 
@@ -148,7 +161,7 @@ class Renewal:
         prepared = serving.prepared
         if not isinstance(prepared, RemotePreparedModel) or not prepared.tunes:
             return  # a plan's steps are not asked
-        from aionn.runtime.preparing.tuning import store_tuned  # most engines offer nothing
+        from aionn.runtime.preparing.compile_acts import store_tuned  # most engines offer nothing
 
         async with self._storing:
             await store_tuned(prepared, self.request.without_deadline(), cache)
@@ -240,3 +253,69 @@ class _Preparing:
         self.over = anyio.Event()
         self.serving: Serving | None = None
         self.error: BaseException | None = None
+
+
+LOOKS = 4
+"""So many looks in a row without a use end the service. The memory is given back after `idle_s` to 1.25 times `idle_s`."""
+
+_LEAST_S = 0.005
+"""The least time between two looks, so that a tiny `idle_s` does not keep the loop busy."""
+
+
+class Idling:
+    """Watches the use of one compilation. Between two looks its task holds no part of the compilation but `CompiledModel`."""
+
+    def __init__(self, session: Session, compiled: CompiledModel, names: Sequence[str], priority: Priority) -> None:
+        """`names`: of the devices that the app has chosen, if it has. Their drivers are ended when they are not needed."""
+        self._session = session
+        self._compiled = compiled
+        self._names = names
+        self._priority = priority
+        self._seen: object = None
+        self._quiet = 0
+
+    async def watch(self, idle_s: float) -> None:
+        """Look again and again, until the compilation is closed or collected."""
+        over = self._compiled.use.over
+        while True:
+            with anyio.move_on_after(max(idle_s / LOOKS, _LEAST_S)):
+                await over.wait()
+            if over.is_set() or self._session.inherited:
+                return
+            await self._look()
+
+    async def _look(self) -> None:
+        serving = self._compiled.serving
+        if serving is None or not (serving.asleep or self._fell_asleep(serving)):
+            return
+        await self._release(serving)
+        from aionn.runtime.preparing.partition import device_names
+
+        for name in {*device_names(serving.prepared), *self._names}:
+            self._session.devices.end_unused(name, self._priority)
+
+    def _fell_asleep(self, serving: Serving) -> bool:
+        """Give the links of open bursts back if the compilation was not used for `LOOKS` looks. Returns whether it did so."""
+        rests = self._rested()
+        if rests is None:
+            return False
+        serving.asleep = True
+        for rest in rests:
+            rest.give_back()
+        trace.count("compilation.idle", device=serving.device)
+        return True
+
+    def _rested(self) -> list[Rest] | None:
+        """Return what can be given back, if the compilation was not used for `LOOKS` looks."""
+        rests, compiled = self._compiled.rests(), self._compiled
+        seen = None if rests is None else (compiled.use.touches, compiled.swaps, sum(rest.sent for rest in rests))
+        self._quiet = 0 if seen is None or seen != self._seen else self._quiet + 1
+        self._seen = seen
+        return rests if self._quiet >= LOOKS else None
+
+    async def _release(self, serving: Serving) -> None:
+        """Let the driver free the model, if that is not done yet."""
+        try:
+            await serving.aclose()
+        except AionnError as error:
+            trace.count("compilation.release_failed", reason=str(error))  # the driver is gone, and the model with it

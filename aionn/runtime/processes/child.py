@@ -36,7 +36,7 @@ from contextlib import suppress
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from aionn.caching.export_folder import remove_folder
+from aionn.caching.private_folder import remove_folder
 from aionn.tasks import leave_in_child, running_loop
 
 if TYPE_CHECKING:

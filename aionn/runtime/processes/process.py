@@ -34,9 +34,8 @@ from aionn.pages.page import PageReader
 from aionn.remote.calls import HalCall, LogLine
 from aionn.remote.channel import Descriptors
 from aionn.remote.connection import Connection
-from aionn.remote.control import PROTOCOL, STACKS_SIGNAL, ControlError, Ready, Refused
+from aionn.remote.control import PROTOCOL, STACKS_SIGNAL, ControlError, Ready, Refused, error_of
 from aionn.remote.device import RemoteDevice
-from aionn.remote.failures import error_of
 from aionn.runtime.processes.child import Child
 from aionn.runtime.processes.liveness import Hang, Judge, waiting_cpu_ns, watch, watch_start
 from aionn.runtime.processes.spawning import DEFAULT_HANG_S, GRACE_S, KILL_S, USUAL, WHEN_IDLE, Settings, Spawned

@@ -26,8 +26,7 @@ from contextlib import ExitStack, suppress
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from aionn.caching.export_folder import name_folder, remove_folder
-from aionn.caching.private_folder import user_state_directory
+from aionn.caching.private_folder import name_folder, remove_folder, user_state_directory
 from aionn.engines.installed import BUILT_IN, Homes, home_of, installed_engines, not_installed
 from aionn.errors import CallerError, DeviceUnavailableError
 from aionn.remote.orders import CONTROL_FD, COUNTER_FD, LEAVES_TEMPLATE, PAGE_FD, POOL_SIZES, SOCKET_FD, SPACES

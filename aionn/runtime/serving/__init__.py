@@ -2,8 +2,8 @@
 
 Each file imports files on lower lines only.
 
-compiled_model  `CompiledModel`: the prepared model of the moment, and the swap, a two-phase commit over members behind a gate
 serving         `Serving` and `Use`: one prepared model with its users, and how much the app uses a compilation
+                `CompiledModel`: the prepared model of the moment, and the swap, a two-phase commit over members behind a gate
 planned_model   `PlannedModel`: the steps of a plan, prepared on several devices, as one prepared model
 planned_execution  `PlannedExecution`: one execution of a plan, as one request per step
 boundaries      where the tensors between the steps lie, behind the arguments in the frame of an execution

@@ -27,8 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aionn.errors import AionnError
-from aionn.runtime.serving.compiled_model import CompiledModel
-from aionn.runtime.serving.serving import Serving
+from aionn.runtime.serving.serving import CompiledModel, Serving
 from aionn.runtime.staging.measuring import Inputs, Meter, Run, Timed
 
 RUNS = 11

@@ -4,6 +4,9 @@
        └────────────┴────────────┴────────────┴────────────┴──> rejected (`reason` says why; the stage before serves)
     skipped     a better one was stored already and served from the start
 
+The best stage that is stored and approved serves from the start (`prepare_first`), else the quickest one that can be prepared. A better
+one is compiled in the background, loaded, compared with the stage that serves, and swapped in (`StageMaker`).
+
 An error while a stage is made rejects this one stage. The rejection is a value on `compilation.stages`, an event "stage.rejected" in the
 trace and a line in the log. A caller that waits for the stage gets `StageRejected`. The executions of the app do not see it. A stage
 that fails after it was swapped in does fail the app's executions. Then the stage before takes its place again (`way_back`). What a
@@ -13,6 +16,7 @@ Invariants
     There is one `Staging` task per compilation. Only this task swaps stages.
     A `Staging` refers to a `Target` and never to the compilation. So a compilation that the app no longer holds is
     collected, and its staging ends.
+
 """
 
 from __future__ import annotations
@@ -22,23 +26,32 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import anyio
 
 from aionn import trace
-from aionn.errors import AionnError, CallerError, DeadlineError, StageRejected
+from aionn.caching import CacheOutcomeKind
+from aionn.caching.store import Hit
+from aionn.engines.processor import run_threads
+from aionn.errors import AionnError, CallerError, CompilationError, DeadlineError, DriverDiedError, DriverHungError, StageRejected
+from aionn.runtime.preparing import background
+from aionn.runtime.preparing.background import version_of
+from aionn.runtime.preparing.compile_acts import CompileRequest, load, wanted_of
 from aionn.runtime.preparing.partition import prepare_on
+from aionn.runtime.preparing.preparation import Found
 from aionn.runtime.preparing.renewal import stage_devices
-from aionn.runtime.record import CompilationRecord, Progress, about
+from aionn.runtime.processes.devices import Devices
+from aionn.runtime.record import LOOKING, CompilationRecord, Progress, about, current
 from aionn.runtime.serving.planned_model import Prepared
-from aionn.runtime.serving.serving import Serving, Use
-from aionn.runtime.staging.making import StageMaker
-from aionn.runtime.staging.samples import samples_of
-from aionn.runtime.staging.stage import Stage, StagePolicy, enter_state, reported_stage, settled
-from aionn.runtime.staging.target import Target
+from aionn.runtime.serving.serving import NotNowError, Serving, Use
+from aionn.runtime.staging import verdicts
+from aionn.runtime.staging.comparing import COMPARE_S, RUNS, TOLERANCES, Comparison, Rules, compare
+from aionn.runtime.staging.measuring import RUN_TIMEOUT_S, Inputs, Samples, Target, guessed_inputs, samples_of
+from aionn.runtime.staging.stage import Stage, StagePolicy, compiles_here, enter_state, enter_step, reported_stage, settled
 from aionn.runtime.staging.verdicts import Verdicts
 from aionn.runtime.staging.way_back import WayBack
-from aionn.tasks import bounded_shield, checked_seconds
+from aionn.tasks import bounded_shield, checked_seconds, deadline_of, in_time, ungrouped
 
 PER_S = 7 * 86400.0
 """The period in which executions count."""
@@ -289,3 +302,204 @@ async def _first(*acts: Callable[[], Awaitable[None]]) -> None:
 
         for act in acts:
             tasks.start_soon(run, act)
+
+
+COMPARISONS = 5
+"""A comparison under which the stage before ends is begun again, up to so many in all."""
+
+SWAP_TRIES = 5
+"""A swap that comes at a wrong moment is tried again in another gap, up to so many times."""
+
+
+class StageMaker:
+    """Makes stages of one compilation.
+
+    Invariant
+        Nothing that a stage needs before its swap (worker, model, connections) is left when the stage is rejected.
+    """
+
+    def __init__(
+        self, target: Target, policy: StagePolicy, samples: Samples, known: Verdicts, serves: Callable[[Stage, Serving | None], None]
+    ) -> None:
+        """Make stages on `target`. `serves` is called with a stage that was swapped in, and with what served before."""
+        self._target = target
+        self._policy = policy
+        self._samples = samples
+        self._known = known
+        self._serves = serves
+
+    async def make(self, stage: Stage) -> None:
+        """Make a stage and swap it in.
+
+        Raises:
+            StageRejected: the comparison refused the stage, now or earlier.
+            AionnError: the stage cannot be made.
+        """
+        with self._target.compiled.use.hold():
+            await self._make(stage)
+
+    async def _make(self, stage: Stage) -> None:
+        target, policy = self._target, self._policy
+        if (reason := await self._known.known(stage.name, policy)) not in (None, verdicts.APPROVED):
+            raise StageRejected(stage.name, f"as an earlier comparison found: {reason}")
+        enter_state(stage, "compiling")
+        effort = background.Effort(policy.threads, policy.timeout_s, policy.backend, partial(compiles_here, stage))
+        with Progress(target.request.record, stage.name, partial(enter_step, stage)):
+            made = await background.make(target.devices, stage_devices(stage.name, target.stages), target.request, effort)
+        stage.made_by, stage.not_kept = made.by, made.not_kept
+        made.prepared.remember(target.request.model)
+        better = Serving(made.prepared, target.request.model, target.compiled.use, stage.name)
+        swapped = False
+        try:
+            if made.not_kept is not None and (unkept := target.request.unkept(made.not_kept)):
+                raise StageRejected(stage.name, unkept)
+            enter_state(stage, "comparing")
+            stage.comparison, base = await self._compare(better)
+            if stage.comparison.refused:
+                await self._known.remember(stage.comparison, better, base)
+                raise StageRejected(stage.name, stage.comparison.refused)
+            before = target.compiled.serving
+            await self._swap(better)
+            swapped = True
+        finally:
+            if not swapped:
+                made.prepared.release()
+        try:
+            # First, so that an app which ends as soon as the stage serves finds it at its next start.
+            await self._known.remember(stage.comparison, better, base)
+        finally:
+            self._serves(stage, before)
+
+    async def _compare(self, better: Serving) -> tuple[Comparison, Serving]:
+        """Compare a stage with the one that serves. Returns the comparison and the stage that served.
+
+        Making a stage is a use of the model. So the stage that serves is prepared again if its driver has died, as before an execution.
+        """
+        policy, compiled = self._policy, self._target.compiled
+        tolerances = {**TOLERANCES, **policy.tolerances}
+        rules = Rules(policy.min_gain, tolerances, RUNS, COMPARE_S)
+        for left in reversed(range(COMPARISONS)):
+            before = await self._target.live()
+            try:
+                samples, made_up = await self._inputs(before)
+                return await compare(self._target.run, compiled, before, better, samples, rules, made_up=made_up), before
+            except AionnError:
+                if not left or (before.alive and before is compiled.serving):
+                    raise
+        raise AssertionError("the last comparison returns or raises")
+
+    async def _inputs(self, before: Serving) -> tuple[Sequence[Inputs], bool]:
+        """Return recent inputs and False, or made-up inputs and True before the first recent ones are kept."""
+        samples = self._samples
+        if not samples.kept:
+            for inputs in guessed_inputs(self._target.request.model):
+                try:
+                    await self._target.run(before, inputs, deadline_of(RUN_TIMEOUT_S))
+                except AionnError:
+                    before.check_alive()
+                    continue
+                return [inputs], True
+            await samples.arrived.wait()
+        return list(samples.kept), False
+
+    async def _swap(self, better: Serving) -> None:
+        for attempt in range(SWAP_TRIES):
+            try:
+                held_ns = await self._target.compiled.swap(better)
+                return self._target.request.record.stage_swapped(better.stage, held_ns)
+            except NotNowError as not_now:
+                if attempt == SWAP_TRIES - 1:
+                    raise StageRejected(better.stage, f"{not_now}, at each of {SWAP_TRIES} attempts") from not_now
+        raise AssertionError("the last attempt returns or raises")
+
+
+_STORED_SHARE = 0.5
+"""The share of the time that is left which the search for stored stages may take, before the first stage is prepared."""
+
+
+def stages_of(names: Sequence[str], record: CompilationRecord) -> list[Stage]:
+    """Return the stages of those names, which wait."""
+    return [reported_stage(name, record.stage_entered) for name in names]
+
+
+async def prepare_first(devices: Devices, stages: Sequence[Stage], request: CompileRequest, policy: StagePolicy) -> Found:
+    """Prepare the stage that serves from the start. A device that cannot run every node gets the other stages' devices for the rest.
+
+    Raises:
+        CompilationError, DriverDiedError, DriverHungError: no stage can be prepared.
+    """
+    names, options, cache = [stage.name for stage in stages], request.options, request.cache
+    patience_s = request.left_s(_STORED_SHARE / max(1, len(names) - 1))
+    for index in range(len(names) - 1, 0, -1):
+        if cache is None:
+            break
+        # A disk may hang in any of this, and the app's deadline does not wait for it.
+        work = partial(_stored, devices, names[index], names[:index], request, policy)
+        with devices.kept(names[index], options.priority):
+            found = await in_time(devices.tasks, work, patience_s, _release)
+        if found is not None:
+            for stage in stages[:index]:
+                enter_state(stage, "skipped", f"stage {names[index]!r} was stored already")
+            stages[index].made_by = "cache"
+            enter_state(stages[index], "serving")
+            return found
+    for stage in stages:
+        try:
+            found = await prepare_on(devices, stage_devices(stage.name, names), request)
+        except (CompilationError, DriverDiedError, DriverHungError) as error:
+            enter_state(stage, "rejected", str(error))
+            if stage is stages[-1]:
+                raise
+            extra = about(model=current.get().name, stage=stage.name)
+            logger.warning("stage %r of model %r cannot serve first: %s", stage.name, current.get().name, error, extra=extra)
+            continue
+        stage.made_by = "cache" if all(outcome.kind is CacheOutcomeKind.HIT for outcome in found[1]) else "driver"
+        enter_state(stage, "serving")
+        return found
+    raise AssertionError("the last stage returns or raises")
+
+
+async def _release(found: Found | None) -> None:
+    if found is not None:
+        found[0].release()
+
+
+async def _stored(devices: Devices, name: str, bases: Sequence[str], request: CompileRequest, policy: StagePolicy) -> Found | None:
+    """Load a stage if it is stored and the policy approves of its measurements. Returns None otherwise.
+
+    No driver is started for a stage that the policy does not approve of.
+    """
+    model, options, cache = request.model, request.options, request.cache
+    assert cache is not None  # without one nothing is stored
+    threads = run_threads(options)
+    found = await cache.store.remembered.measurements(verdicts.scope(request, name))
+    found = [one for one in found if one.base in bases and one.threads == threads]
+    if verdicts.judged(found, model, policy) != verdicts.APPROVED:
+        return None
+    versions: dict[str, str | None] = {}
+
+    async def ask(base: str) -> None:
+        versions[base] = await version_of(devices, base)
+
+    try:
+        with ungrouped():
+            async with anyio.create_task_group() as tasks:
+                for base in {one.base for one in found}:
+                    tasks.start_soon(ask, base)
+                remote = await devices.get(name, options.priority)
+        valid = [one for one in found if verdicts.holds(one, remote.version, versions[one.base], threads)]
+        if not remote.cache_files.supported or verdicts.judged(valid, model, policy) != verdicts.APPROVED:
+            return None
+        current.get().enter(name, LOOKING)
+        async with await cache.store.open(wanted_of(remote, request, cache.token, cache.operations), wait_s=0.0) as stored:
+            if not isinstance(stored, Hit):
+                return None
+            with current.get().on(name) as attempt:
+                loaded = await load(remote, request, stored)
+                attempt.outcome = stored.outcome
+            return loaded, (stored.outcome,)
+    except AionnError as error:
+        model_name = request.record.name
+        words = "stage %r of model %r is stored and cannot serve from the start: %s"
+        logger.info(words, name, model_name, error, extra=about(model=model_name, stage=name))
+        return None

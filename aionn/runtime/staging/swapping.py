@@ -23,10 +23,8 @@ from aionn.runtime.preparing import background
 from aionn.runtime.preparing.compile_acts import CacheChoice, digested, read
 from aionn.runtime.preparing.renewal import Renewal
 from aionn.runtime.record import Progress
-from aionn.runtime.serving.compiled_model import CompiledModel, NotNowError
-from aionn.runtime.serving.serving import Serving
-from aionn.runtime.staging.measuring import RUN_TIMEOUT_S, Inputs, Run
-from aionn.runtime.staging.samples import Samples, guessed_inputs, samples_of
+from aionn.runtime.serving.serving import CompiledModel, NotNowError, Serving
+from aionn.runtime.staging.measuring import RUN_TIMEOUT_S, Inputs, Run, Samples, guessed_inputs, samples_of
 from aionn.runtime.staging.stage import Stage, StagePolicy
 from aionn.runtime.staging.stages import Staging, stages_after
 from aionn.tasks import deadline_of

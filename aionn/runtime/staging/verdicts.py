@@ -23,8 +23,8 @@ from aionn.hal.model import Model
 from aionn.runtime.preparing.compile_acts import CompileRequest
 from aionn.runtime.serving.serving import Serving
 from aionn.runtime.staging.comparing import TOLERANCES, Comparison, Tolerance, not_faster
+from aionn.runtime.staging.measuring import Target
 from aionn.runtime.staging.stage import StagePolicy
-from aionn.runtime.staging.target import Target
 
 APPROVED = "it may serve"
 _ROUNDING = 1e-9

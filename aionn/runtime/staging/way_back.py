@@ -28,9 +28,8 @@ from aionn.errors import AionnError, OutputInsufficientSizeError
 from aionn.hal.types import ErrorStatus
 from aionn.runtime.executing.frame_layout import as_array
 from aionn.runtime.record import about
-from aionn.runtime.serving.compiled_model import CompiledModel, NotNowError
 from aionn.runtime.serving.planned_model import Prepared
-from aionn.runtime.serving.serving import Serving
+from aionn.runtime.serving.serving import CompiledModel, NotNowError, Serving
 from aionn.runtime.staging.measuring import RUN_TIMEOUT_S, Inputs, Run
 from aionn.tasks import deadline_of
 

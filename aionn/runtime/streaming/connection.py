@@ -35,8 +35,7 @@ from aionn.runtime.executing.frames import Frames
 from aionn.runtime.executing.link import Link, LinkOptions, open_link, release
 from aionn.runtime.preparing.renewal import Renewal
 from aionn.runtime.processes.spawning import DEFAULT_HANG_S
-from aionn.runtime.serving.compiled_model import Rest
-from aionn.runtime.serving.serving import Serving
+from aionn.runtime.serving.serving import Rest, Serving
 from aionn.tasks import call_soon_from_anywhere
 
 if TYPE_CHECKING:
