@@ -20,8 +20,7 @@ from onnx.reference import ReferenceEvaluator
 import aionn
 from aionn.errors import CompilationError
 from aionn.graph.constants import embed_constants
-from aionn.graph.cutting import cut
-from aionn.graph.step_models import step_models
+from aionn.graph.cutting import cut, step_models
 from aionn.graph.steps import TEMPORARY_ALIGNMENT_BYTES, Step, check_steps, lay_out, lifetimes, step_token
 from aionn.graph.support import supported_operations
 from aionn.graph.unchanged import changeable_contents, contents_of

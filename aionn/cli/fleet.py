@@ -21,11 +21,9 @@ except ImportError as error:
     raise UsageError("aionn fleet needs obstore and cryptography; install them with: pip install 'aionn[fleet]'") from error
 
 from aionn.fleet import BuilderKey, encode_public_key, keyring_folder, read_keyring
-from aionn.fleet.artifact_store import ArtifactStore
+from aionn.fleet.artifact_store import ArtifactStore, claimed_files, trusted_files
 from aionn.fleet.asking import PATIENCE_S
-from aionn.fleet.judging import claimed_files, trusted_files
-from aionn.fleet.pulling import Pulled, pull_cache
-from aionn.fleet.pushing import EntryPushed, push_cache
+from aionn.fleet.pulling import EntryPushed, Pulled, pull_cache, push_cache
 from aionn.fleet.sweeping import Checked, SweepReport, check_store, sweep
 
 _WORK_PATIENCE_S = 30.0

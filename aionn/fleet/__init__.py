@@ -7,14 +7,12 @@ the artifact: it checks the statement with the public keys of its user (the *key
     asking              `StoreBackend`: an artifact store as the backend of a runtime
     keys                `BuilderKey`: a private key in a file, which signs the entries of a cache
 
-    pushing, pulling    `aionn fleet push` and `pull`: from a local cache to a store, and back
+    pulling             `aionn fleet push` and `pull`: from a local cache to a store, and back, by the drivers' records
     sweeping            `aionn fleet gc` and `verify`
-    folders             files of a local store, without symlinks and without waiting
-    records             what the drivers' records say about the entries of a local cache
 
-    artifact_store      files and statements in a store
+    folders             files of a local store, without symlinks and without waiting
+    artifact_store      files and statements in a store, and which statements are accepted
     models              models in a store, for machines that compile them (`aionn.ray.Farm`)
-    judging             which statements of a store are accepted
     places              the paths of objects in a store
     requests            requests to an object store (obstore), with a time limit
     addresses           opening a store by its address, and its errors as one class

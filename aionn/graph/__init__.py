@@ -15,9 +15,8 @@ twice for a moment (source and pool), not four times (source, message, Python by
     shapes     resolves open dimensions
     opaque     makes models of other formats, which have no graph
     steps      the parts of a model that several devices run one after the other: tokens, lifetimes and places of what lies between
-    cutting    cuts a model into steps
+    cutting    cuts a model into steps, and makes each step a model of its own
     flow       what each operation reads and makes
-    step_models  makes each step a model of its own
     reading    joins them
 
 What changes in the graph, and nothing else does

@@ -9,7 +9,6 @@
     requests         whether a request may touch the bytes it names; pure
     domain           for which uses a buffer may live in a driver, and its dimensions; pure
     device_buffer    one such buffer: its memory, its state and copies of it; pure
-    buffer_use       the device buffers that one request holds; pure
     device_buffers   the registry of device buffers, and the requests that name them; pure
 
 Design

@@ -30,9 +30,8 @@ from aionn.caching.statement import Statement
 from aionn.caching.token import decode_parts
 from aionn.errors import CallerError, DeviceUnavailableError, text_of
 from aionn.fleet.addresses import StoreError, open_address
-from aionn.fleet.artifact_store import ArtifactStore
+from aionn.fleet.artifact_store import ArtifactStore, statement_at
 from aionn.fleet.asking import PATIENCE_S, Pauses, ask_store, fetch_offer
-from aionn.fleet.judging import statement_at
 from aionn.fleet.models import object_size, put_model
 from aionn.ray.flights import flights_actor
 from aionn.ray.needed import connected_ray, first_line, needed_ray

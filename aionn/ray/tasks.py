@@ -23,12 +23,11 @@ from aionn.caching.outcomes import CacheOutcome, MissReason, Refusal
 from aionn.errors import AionnError, CallerError, text_of
 from aionn.events import CompileStep, Event
 from aionn.fleet.addresses import open_address
-from aionn.fleet.artifact_store import ArtifactStore
-from aionn.fleet.judging import trusted_files
+from aionn.fleet.artifact_store import ArtifactStore, trusted_files
 from aionn.fleet.keys import BuilderKey
 from aionn.fleet.models import DAMAGED, fetch_model
 from aionn.fleet.places import StatementPlace, file_path, fingerprint
-from aionn.fleet.pushing import push_cache
+from aionn.fleet.pulling import push_cache
 from aionn.hal.trust import Keyring
 from aionn.hal.types import Priority
 from aionn.ray.needed import needed_ray

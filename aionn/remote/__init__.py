@@ -5,9 +5,8 @@
     channel      the socket: whole frames and owned descriptors, driven by the loop's callbacks without a task
     connection   calls both ways: each call ends with its answer or with the connection; the answer alone gives back what a call lent
     fences       eventfds that say that an execution is over, and how one waits for them
-    device       an `IDevice` as the app sees it, with its models, buffers and bursts; `driver.service` is the other end
+    device       an `IDevice` as the app sees it, with its models, buffers, bursts and options' files; `driver.service` is the other end
     values       strings, sequences, maps and optionals as bytes, and back; the calls that carry them
-    option_files files that options name, opened by the app for a driver
     orders       what an app asks of its template of drivers (sans-IO)
 
 Neither end trusts the other to be correct. Lengths and descriptors are bounded before anything grows, and every field is decoded

@@ -11,8 +11,7 @@ from aionn.caching.manifest import Manifest, StoredFile
 from aionn.caching.statement import Statement, claimed_statement
 from aionn.caching.token import KeyParts, encoded_keys
 from aionn.fleet import BuilderKey
-from aionn.fleet.artifact_store import ArtifactStore, Pushed
-from aionn.fleet.judging import place_of, trusted_files
+from aionn.fleet.artifact_store import ArtifactStore, Pushed, place_of, trusted_files
 from aionn.fleet.places import StatementPlace
 from aionn.hal.trust import Keyring
 

@@ -12,8 +12,8 @@ from aionn.caching.manifest import Manifest
 from aionn.caching.outcomes import MissReason, Refusal
 from aionn.caching.private_folder import device_folder
 from aionn.caching.state import device_database
-from aionn.fleet import BuilderKey, records
-from aionn.fleet.records import Vouched, vouched_files
+from aionn.fleet import BuilderKey, pulling
+from aionn.fleet.pulling import Vouched, vouched_files
 from aionn.hal import CacheFiles
 from tests.fleet.signed import DEVICE, Driver, Made, keyring, limited, make, opened, small_model
 
@@ -77,7 +77,7 @@ def test_looking_at_records_removes_none_and_knows_the_device_by_its_name(tmp_pa
     keys = limited(key, devices=(DEVICE,))
     with Driver(folder) as driver:
         driver.adopt(made.statement, made.signed(key), made.paths, keys)
-    monkeypatch.setattr(records, "installed_engines", lambda: {ENGINE: ENGINE})
+    monkeypatch.setattr(pulling, "installed_engines", lambda: {ENGINE: ENGINE})
     found = looked_at(made, tmp_path / "state", keys)
     assert isinstance(found, Vouched)
     assert found.key_id == key.public.id

@@ -22,8 +22,7 @@ import pytest
 
 from aionn.caching.outcomes import Refusal
 from aionn.fleet.addresses import open_address
-from aionn.fleet.artifact_store import ArtifactStore
-from aionn.fleet.judging import statement_at, trusted_files
+from aionn.fleet.artifact_store import ArtifactStore, statement_at, trusted_files
 from aionn.fleet.places import StatementPlace
 from aionn.fleet.sweeping import check_store, sweep
 from tests.fleet.entries import KEYRING, artifact

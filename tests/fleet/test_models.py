@@ -20,8 +20,7 @@ from aionn.caching.outcomes import MissReason, Refusal
 from aionn.errors import CallerError
 from aionn.fleet import StoreError, content_of, requests
 from aionn.fleet.addresses import open_address
-from aionn.fleet.artifact_store import ArtifactStore
-from aionn.fleet.judging import claimed_files
+from aionn.fleet.artifact_store import ArtifactStore, claimed_files
 from aionn.fleet.models import fetch_model, object_size, put_model
 from aionn.fleet.places import model_path
 from aionn.fleet.sweeping import check_store, sweep

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from aionn.fleet.addresses import StoreError
-from aionn.fleet.artifact_store import ArtifactStore, Pushed
-from aionn.fleet.judging import claimed_files, trusted_files
+from aionn.fleet.artifact_store import ArtifactStore, Pushed, claimed_files, trusted_files
 from aionn.fleet.places import STATEMENTS, seen_path
 from aionn.fleet.sweeping import SweepReport, check_store, sweep
 from tests.fleet.entries import KEYRING, OTHER_BUILDER, artifact, some_bytes, stored

@@ -19,9 +19,8 @@ from numpy.typing import NDArray
 
 from aionn.errors import CallerError, ExecutionError, MemoryAllocationError
 from aionn.hal import BufferDesc, BufferRole, DataLocation, ErrorStatus, Operand, OperandType, RequestArgument
-from aionn.memory.buffer_use import BufferUse
 from aionn.memory.device_buffer import DeviceBuffer
-from aionn.memory.device_buffers import DeviceBuffers
+from aionn.memory.device_buffers import BufferUse, DeviceBuffers
 from aionn.memory.domain import ModelInfo, combine_dimensions
 from aionn.memory.region import reserve
 

@@ -11,9 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from aionn.errors import CallerError, ExecutionError
 from aionn.hal import BufferDesc, BufferRole, DataLocation, Operand, OperandType, RequestArgument
-from aionn.memory.buffer_use import BufferUse
 from aionn.memory.device_buffer import DeviceBuffer
-from aionn.memory.device_buffers import BufferRequest, DeviceBuffers
+from aionn.memory.device_buffers import BufferRequest, BufferUse, DeviceBuffers
 from aionn.memory.domain import ModelInfo
 
 MODEL = ModelInfo(7, (Operand(OperandType.UINT8, (0, 2)),) * 2, (Operand(OperandType.UINT8, (0, 2)),) * 2)

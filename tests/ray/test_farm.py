@@ -24,8 +24,7 @@ from aionn import fleet
 from aionn.caching import keyring as keyrings
 from aionn.fleet import ArtifactRequest, BuilderKey
 from aionn.fleet.addresses import open_address
-from aionn.fleet.artifact_store import ArtifactStore
-from aionn.fleet.judging import trusted_files
+from aionn.fleet.artifact_store import ArtifactStore, trusted_files
 from aionn.fleet.sweeping import check_store
 from aionn.hal.trust import Keyring
 from aionn.ray.resources import device_resources, device_versions

@@ -4,12 +4,10 @@
 
 The protocol has metadata, health and inference with tensors as JSON or as raw bytes. NVIDIA's `tritonclient` speaks it.
 
-    oip         the routes, and what each of them answers
-    inference   one request for inference: read, computed, answered
+    oip         the routes, and what each of them answers; a request for inference is read, computed, answered
     targets     the models by name: a compilation, its burst, its counts, and calls that survive the death of a driver
     incoming    the body of a request, in chunks, up to a limit of size and time, and of memory for all bodies together
-    messages    the JSON of a request, and what it asks of a model; no I/O
-    tensors     tensors as JSON and as raw bytes; no I/O
+    tensors     tensors as JSON and as raw bytes; what the JSON of a request asks of a model; no I/O
     refusals    the status and the sentence of each error
 
 Invariants

@@ -19,8 +19,8 @@ from starlette.requests import HTTPConnection
 
 import aionn
 from aionn.asgi.open_inference.incoming import AwaitedBodies
-from aionn.asgi.open_inference.messages import ModelRequest
 from aionn.asgi.open_inference.refusals import RequestRefusal
+from aionn.asgi.open_inference.tensors import ModelRequest
 from aionn.asgi.requests import RETRY_AFTER_S
 from aionn.asgi.requests import models as models_of
 from aionn.asgi.served import Models

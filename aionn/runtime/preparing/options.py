@@ -15,7 +15,7 @@ from blake3 import blake3
 from aionn.errors import CallerError
 from aionn.hal.interfaces import PrepareOptions
 from aionn.hal.options import EngineOptions, OptionValue, is_unicode
-from aionn.remote.option_files import open_option
+from aionn.remote.device import open_option
 from aionn.runtime.processes.devices import Devices
 
 CUSTOM_OPS = "custom_ops"

@@ -451,7 +451,7 @@ class Parts:
         Raises:
             OtherModelError: the model has no such step.
         """
-        from aionn.graph.step_models import step_models  # brings `onnx`, which a cache hit does without
+        from aionn.graph.cutting import step_models  # brings `onnx`, which a cache hit does without
 
         if model.digest:
             self._check_kept(model.step)
