@@ -101,6 +101,13 @@ def test_native_code_includes_from_lower_floors_only() -> None:
     assert [f"{path.relative_to(HOUSE)} includes {room}" for path, room in includes if FLOOR_OF[room] >= FLOOR_OF[room_of(path)]] == []
 
 
+def test_a_queue_knows_the_contract_of_a_page_and_not_the_page() -> None:
+    queues = ("fmq", "burst")
+    python = [str(path.relative_to(HOUSE)) for path, tree in modules() if room_of(path) in queues and "pages" in rooms_imported(path, tree)]
+    native = [str(path.relative_to(HOUSE)) for room in queues for path in (HOUSE / room).glob("*.[ch]") if "../pages/" in path.read_text()]
+    assert python + native == []
+
+
 def test_the_two_wings_do_not_know_each_other() -> None:
     across = [
         str(path.relative_to(HOUSE))

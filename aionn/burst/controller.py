@@ -17,6 +17,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import TYPE_CHECKING
 
 from aionn import trace
 from aionn.burst.packets import (
@@ -32,8 +33,10 @@ from aionn.errors import AionnError, CallerError, DeadlineError, ExecutionError,
 from aionn.fmq import SOON, Caller, MessageQueue, QueueClosedError, QueueCorruptedError
 from aionn.hal.types import ErrorStatus, Result
 from aionn.memo import Memo
-from aionn.pages.app_page import BurstSlot
 from aionn.tasks import leave_in_child, running_loop, seconds_until
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 _REMEMBERED = 256
 """How many different answers are remembered decoded."""
@@ -74,7 +77,7 @@ class ExecutionBurstController:
         depth: int = 8,
         low_power: bool = False,
         patience_s: float = 0.0,
-        counts: BurstSlot | None = None,
+        counts: Buffer | None = None,
     ) -> None:
         self._loop = loop = running_loop()
         self._requests = requests

@@ -10,8 +10,6 @@ from typing import Any, SupportsIndex, TypeAlias
 from numpy.typing import NDArray
 from typing_extensions import Buffer
 
-from aionn.pages.page import Slot
-
 Data: TypeAlias = Buffer | NDArray[Any]
 """Contiguous bytes. Arrays are named apart, because NumPy declares them as buffers only from Python 3.12 on."""
 
@@ -330,7 +328,7 @@ class Lane:
     def identity(self) -> int: ...
     @property
     def deadline_ns(self) -> int: ...
-    def __init__(self, lanes: Lanes, slot: Slot | None = None, /) -> None:
+    def __init__(self, lanes: Lanes, slot: Buffer | None = None, /) -> None:
         """`slot`: of the statistics page, which shows each request from `next` to `next`."""
     def next(self, answer: bytes | None, /) -> Any:
         """Answer the request that the call before has returned, wait for the next one, and return the value of its body.

@@ -17,8 +17,8 @@
 
 #include <Python.h>
 
-#include "../pages/burst_slot.h"
-#include "../pages/trace_ring.h"
+#include "../hal/burst_slot.h"
+#include "../hal/trace_ring.h"
 #include "exchange_object.h"
 
 struct request {

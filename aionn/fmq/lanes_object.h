@@ -25,8 +25,8 @@
 #include <Python.h>
 #include <sys/epoll.h>
 
-#include "../pages/model_slot.h"
-#include "../pages/trace_ring.h"
+#include "../hal/model_slot.h"
+#include "../hal/trace_ring.h"
 #include "exchange_object.h"
 #include "rhythm.h"
 

@@ -10,6 +10,14 @@
     trust       the builders whose compiled artifacts an app believes
     engine      `Engine` and what it makes, which a driver author writes
 
+Header-only C for statistics pages, which `aionn.pages` includes, and `aionn.fmq` for the frame path:
+
+    words.h       the words of a page, how they are stored, and the histogram's bucket
+    burst_slot.h  what the app counts of a burst
+    model_slot.h  begin and end of an execution in a driver
+    sequence.h    rare changes of many words, which a reader sees as one
+    trace_ring.h  records of single frames, while another process asks for them
+
 This package is the public face for driver authors.
 """
 

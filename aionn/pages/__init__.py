@@ -9,15 +9,8 @@
     process_use what /proc says of a process: parent, memory, CPU time, threads, descriptors
     trace_records  what trace records mean (sans-IO)
     collecting  the trace records of an app and its drivers, read while they run
-    _page       native: the slots (_slots.c), and what a reader does in one step (_page.c); slot_objects.h has what they share
-
-Header-only C, which `aionn.fmq` includes for the frame path:
-
-    words.h       the words of a page, how they are stored, and the histogram's bucket
-    burst_slot.h  what the app counts of a burst
-    model_slot.h  begin and end of an execution in a driver
-    sequence.h    rare changes of many words, which a reader sees as one
-    trace_ring.h  records of single frames, while another process asks for them
+    _page       native: the slots (_slots.c), and what a reader does in one step (_page.c); slot_objects.h has what they share.
+                The words of slots and rings are in the headers of `aionn.hal`
 
 A page is one sealed memfd of 2 MiB, of which a process touches only what it uses. The page has no name in a file system, so it
 vanishes with its last descriptor. An app has one page for all its runtimes. A driver makes a page and sends its descriptor with `Ready`.

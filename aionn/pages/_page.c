@@ -6,10 +6,10 @@
 #include <sched.h>
 #include <time.h>
 
-#include "burst_slot.h"
-#include "sequence.h"
+#include "../hal/burst_slot.h"
+#include "../hal/sequence.h"
 #include "slot_objects.h"
-#include "trace_ring.h"
+#include "../hal/trace_ring.h"
 
 /* A writer that lost its CPU within a change gets it back within that many looks, about half a second. A dead writer does not. */
 enum { QUICK_LOOKS = 100, LOOKS = 5000, LOOK_NS = 100000, MOST_TAKEN = 1024 };

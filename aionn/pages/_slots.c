@@ -12,11 +12,11 @@
 #include <string.h>
 #include <time.h>
 
-#include "burst_slot.h"
-#include "model_slot.h"
-#include "sequence.h"
+#include "../hal/burst_slot.h"
+#include "../hal/model_slot.h"
+#include "../hal/sequence.h"
 #include "slot_objects.h"
-#include "trace_ring.h"
+#include "../hal/trace_ring.h"
 
 typedef struct slot_object {
     PyObject_HEAD

@@ -77,8 +77,8 @@ def run(where: Path, trips: int, preference: str, *before: str) -> str:
 
 
 FRAME = """
-#include "aionn/pages/burst_slot.h"
-#include "aionn/pages/model_slot.h"
+#include "aionn/hal/burst_slot.h"
+#include "aionn/hal/model_slot.h"
 #include <stdlib.h>
 int main(int count, char **arguments)
 {

@@ -13,6 +13,7 @@ from tests.fmq.test_native import ADDRESS, COMPILER, THREAD, run
 NATIVE = Path(__file__).parent / "native"
 CHECKER = Path(__file__).parents[1] / "fmq" / "native"
 PAGES = Path(__file__).parents[2] / "aionn" / "pages"
+HAL = PAGES.parent / "hal"
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +28,7 @@ def compiled(program: str, build: Path, *flags: str) -> Path:
     executable = build / "-".join([program, *(re.sub(r"\W", "-", flag) for flag in flags)])
     if not executable.exists():
         warnings = ("-Wall", "-Wextra", "-Werror", "-Wno-tsan")
-        paths = (f"-I{NATIVE}", f"-I{CHECKER}", f"-I{PAGES}")
+        paths = (f"-I{NATIVE}", f"-I{CHECKER}", f"-I{HAL}", f"-I{PAGES}")
         command = [COMPILER, "-std=c11", "-g", *warnings, "-pthread", *flags, *paths, str(NATIVE / f"{program}.c"), "-o", str(executable)]
         made = subprocess.run(command, capture_output=True, text=True)
         if made.returncode and ("cannot find" in made.stderr and "san" in made.stderr):
@@ -65,18 +66,18 @@ def test_each_memory_order_of_ring_and_sequence_is_needed(build: Path) -> None:
         ("sequence_now", "acquire"),
         ("sequence_copy", "acquire"),
     }
-    sources = "".join((PAGES / f"{name}.h").read_text() for name in ("words", "sequence", "trace_ring", "burst_slot", "model_slot"))
+    sources = "".join((HAL / f"{name}.h").read_text() for name in ("words", "sequence", "trace_ring", "burst_slot", "model_slot"))
     ordered = re.findall(r"memory_order_(?:acquire|release|acq_rel|seq_cst)", re.sub(r"/\*.*?\*/", "", sources, flags=re.DOTALL))
     assert len(weakened) == len(ordered)  # none was left out
     assert re.findall(r"atomic_(?:load|store|exchange|fetch_\w+)\(", sources) == []  # what the checker would not see
 
 
 def test_the_checker_finds_a_reader_that_does_not_look_for_the_intent(build: Path, tmp_path: Path) -> None:
-    source = (PAGES / "trace_ring.h").read_text()
+    source = (HAL / "trace_ring.h").read_text()
     assert source.count("if (page_load(&memory->intent) - *cursor <= TRACE_RECORDS) {") == 1
     (tmp_path / "trace_ring.h").write_text(source.replace("if (page_load(&memory->intent) - *cursor <= TRACE_RECORDS) {", "if (true) {"))
     for name in ("words.h", "burst_slot.h", "sequence.h"):
-        (tmp_path / name).write_text((PAGES / name).read_text())
+        (tmp_path / name).write_text((HAL / name).read_text())
     lines = run(compiled("weak_pages", tmp_path, "-O2", f"-I{tmp_path}")).splitlines()
     assert [line for line in lines if line.startswith("program tracing_when_lapped") and line.endswith(": wrong")]
 
