@@ -30,7 +30,7 @@ MOST: dict[str, tuple[int, int, int]] = {
 MOST_CODE_LINES = 39_224  # 370 of them are the template of drivers
 MOST_FILES = 298
 MOST_LINES_OF_C = 5_255
-MOST_NAMES_DEFINED_TWICE = 4
+MOST_NAMES_DEFINED_TWICE = 2
 MOST_VERBS_FOR_AN_END = 22
 
 

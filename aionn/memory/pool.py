@@ -59,7 +59,7 @@ class FramesInFlightError(Exception):
         self.pool = pool
 
 
-class Frame:
+class MemoryFrame:
     """One piece of a region.
 
     Attributes:
@@ -128,7 +128,7 @@ class Frame:
             self._data = None
 
 
-def _unpin_ended(ended: weakref.ref[Frame], _answer: object) -> None:
+def _unpin_ended(ended: weakref.ref[MemoryFrame], _answer: object) -> None:
     """Stand for `settled` of a frame whose pool has ended."""
     frame = ended()
     if frame is not None:
@@ -165,10 +165,10 @@ class FramePool:
         self.frame_bytes = aligned(frame_bytes)
         self._in_flight = in_flight
         self._allocate = allocate
-        self._free: list[Frame] = []
-        self._held: deque[Frame] = deque()
-        self._frames: list[Frame] = []
-        self._uncut: Iterator[Frame] = iter(())
+        self._free: list[MemoryFrame] = []
+        self._held: deque[MemoryFrame] = deque()
+        self._frames: list[MemoryFrame] = []
+        self._uncut: Iterator[MemoryFrame] = iter(())
         self._over: Callable[[], Exception] | None = None  # makes the error of later leases
         self._on_return: Callable[[], None] | None = None
         self._plain = True
@@ -200,11 +200,11 @@ class FramePool:
         return sum(region.size_bytes for region in self.regions.values())
 
     @property
-    def used_last(self) -> Frame | None:
+    def used_last(self) -> MemoryFrame | None:
         """Return the free frame that was given back last, with its bytes and `arrays`. None if no frame is free."""
         return self._free[-1] if self._free else None
 
-    def lease(self) -> Frame:
+    def lease(self) -> MemoryFrame:
         """Return a frame without users and without readers, pinned once.
 
         Raises:
@@ -228,7 +228,7 @@ class FramePool:
         frame.pins = 1
         return frame
 
-    def unpin(self, frame: Frame, _answer: object = None) -> None:
+    def unpin(self, frame: MemoryFrame, _answer: object = None) -> None:
         """Give one pin back. A request that is settled passes its answer, which does not matter here."""
         frame.pins -= 1
         if self._plain:
@@ -240,7 +240,7 @@ class FramePool:
             if self._on_return is not None:
                 self._on_return()
 
-    def _find(self) -> Frame:
+    def _find(self) -> MemoryFrame:
         """Return a frame for `lease` where the app holds all that were free."""
         if self._over is not None:
             raise self._over()
@@ -255,7 +255,7 @@ class FramePool:
 
     def _look(self) -> None:
         """Look at all held frames, and move those to the free ones that the app does not hold any more."""
-        still = deque[Frame]()
+        still = deque[MemoryFrame]()
         for frame in self._held:
             (still if frame.held() else self._free).append(frame)
         self._held = still
@@ -317,10 +317,10 @@ class FramePool:
         self._held = deque(frame for frame in self._held if frame.slot in self.regions)
         return gone
 
-    def _cut(self, region: Region, slot: int) -> Iterator[Frame]:
+    def _cut(self, region: Region, slot: int) -> Iterator[MemoryFrame]:
         """Make the frames of a region when they are needed. A frame that the driver does not know yet is slower, so few are in use."""
         for offset in range(0, region.size_bytes - self.frame_bytes + 1, self.frame_bytes):
-            frame = Frame(self, region, slot, offset)
+            frame = MemoryFrame(self, region, slot, offset)
             self._frames.append(frame)
             yield frame
 

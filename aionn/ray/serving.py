@@ -97,18 +97,18 @@ def deployment(
 def _models_class(models: object, arguments: dict[str, Any]) -> type[Holder]:
     specs = checked_specs(models)
 
-    class Models(Holder):
+    class HolderOfModels(Holder):
         async def __init__(self) -> None:  # type: ignore[misc]  # as in `Holder`
             await super().__init__(specs, **arguments)
 
-    return Models
+    return HolderOfModels
 
 
 def _multiplexed_class(models: object, multiplexed: ModelsById, arguments: dict[str, Any]) -> type[Holder]:
     specs, ids = {} if models is None else checked_specs(models, 0), checked_ids(multiplexed)
 
-    class Models(MultiplexedHolder):
+    class HolderById(MultiplexedHolder):
         async def __init__(self) -> None:  # type: ignore[misc]  # as in `Holder`
             await super().__init__(ids, models=specs, **arguments)
 
-    return Models
+    return HolderById

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from aionn.errors import CallerError, MemoryAllocationError
 from aionn.memory import pool as pool_module
-from aionn.memory.pool import Frame, FramePool, FramesInFlightError
+from aionn.memory.pool import FramePool, FramesInFlightError, MemoryFrame
 from aionn.memory.region import Region
 
 PAGE = mmap.PAGESIZE
@@ -51,7 +51,7 @@ def memory() -> Iterator[Memory]:
         pool.close()
 
 
-def output(frame: Frame) -> NDArray[Any]:
+def output(frame: MemoryFrame) -> NDArray[Any]:
     return frame.cut("outputs", [("y", np.dtype(np.uint8), (8,), 0)])["y"]
 
 
@@ -194,9 +194,9 @@ def test_a_lease_looks_at_few_frames_however_many_are_held(
     most_looks: int,
 ) -> None:
     looks = 0
-    held_by = Frame.held
+    held_by = MemoryFrame.held
 
-    def counted(frame: Frame) -> bool:
+    def counted(frame: MemoryFrame) -> bool:
         nonlocal looks
         looks += 1
         return held_by(frame)
@@ -206,7 +206,7 @@ def test_a_lease_looks_at_few_frames_however_many_are_held(
     held: deque[NDArray[Any]] = deque()
     for _ in range(1000):
         step(pool, held)
-    monkeypatch.setattr(Frame, "held", counted)
+    monkeypatch.setattr(MemoryFrame, "held", counted)
     for _ in range(2000):
         step(pool, held)
     assert looks / 2000 <= most_looks
@@ -228,7 +228,7 @@ def test_no_frame_is_handed_out_while_it_is_held_or_pinned(memory: Memory, seed:
     chance = random.Random(seed)
     pool = memory.pool(chance.choice([64, 1000, PAGE]))
     held: list[NDArray[Any]] = []
-    leased: list[Frame] = []
+    leased: list[MemoryFrame] = []
     most = 0
     array: Any = None
     frame: Any = None

@@ -31,7 +31,7 @@ from aionn.errors import AionnError, DeviceMemoryLostError, DriverDiedError, Exe
 from aionn.hal.model import Model
 from aionn.hal.options import CallOptions
 from aionn.hal.types import ErrorStatus, Request, Result
-from aionn.memory.pool import Frame, FramePool, FramesInFlightError
+from aionn.memory.pool import FramePool, FramesInFlightError, MemoryFrame
 from aionn.memory.region import Region
 from aionn.pages.app_layout import COMPUTED, COPIED_BYTES, FAILED, FELL_BACK
 from aionn.pages.app_page import BurstSlot
@@ -147,7 +147,7 @@ class Call(NamedTuple):
     outputs: Mapping[str, Any]
     options: CallOptions
     placed: Mapping[str, Any]
-    own: tuple[FrameLayout, Frame] | None = None
+    own: tuple[FrameLayout, MemoryFrame] | None = None
 
     def value(self, name: str) -> Any:
         """Return what the app gave for an input."""
@@ -205,13 +205,13 @@ class Execution:
         self.placing = self.call.placing
         self.channel: Channel | None = None
         self.state = WAITING
-        self.frame: Frame | None = None
+        self.frame: MemoryFrame | None = None
         self.placement: Placement | None = None
         self.result: Result | None = None
         self.failed: Result | None = None
         self._planned: PlannedExecution | None = None
         self._room: FrameLayout | None = None  # the layout that the next frame must have
-        self._spare: tuple[FramePool, Frame] | None = None  # a frame that was waited for, until it is used
+        self._spare: tuple[FramePool, MemoryFrame] | None = None  # a frame that was waited for, until it is used
 
     # --- what `compute` waits for ---------------------------------------------------------------------------------------
 
@@ -310,7 +310,7 @@ class Execution:
         """Place the arguments that are not arrays; see `place`."""
         return place(model, self.executor.arguments.outputs, prepared, self.call.placed, self.call.outputs, states)
 
-    def _lease(self, pool: FramePool) -> Frame:
+    def _lease(self, pool: FramePool) -> MemoryFrame:
         """Return the frame that was waited for, or a free one of the pool, but not before those who wait."""
         spare, self._spare = self._spare, None
         if spare is not None:
@@ -375,7 +375,7 @@ class Execution:
         serving: Serving | None,
         placement: Placement | None,
         shapes: Mapping[str, tuple[int, ...]],
-        lease: Callable[[FramePool], Frame],
+        lease: Callable[[FramePool], MemoryFrame],
     ) -> None:
         """Take over what was placed, and copy the arrays into a frame.
 
@@ -405,7 +405,7 @@ class Execution:
             executor.counts.add(COPIED_BYTES, fill(self.frame, layout, call.inputs, placement.inputs if placement is not None else ()))
 
     @property
-    def lent(self) -> Frame:
+    def lent(self) -> MemoryFrame:
         """The frame that the driver may touch."""
         assert self.frame is not None
         return self.frame

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from aionn.errors import CallerError, ExecutionError, UnknownNameError, refuse_coroutine
 from aionn.hal.model import Model
 from aionn.hal.types import DataLocation, ErrorStatus, Operand, OutputShape, Request, RequestArgument, Timing
-from aionn.memory.pool import Frame, aligned
+from aionn.memory.pool import MemoryFrame, aligned
 
 Shapes = tuple[tuple[int, ...], ...]
 
@@ -170,14 +170,16 @@ class FrameLayout:
                 return False
         return True
 
-    def inputs_in(self, frame: Frame) -> dict[str, NDArray[Any]]:
+    def inputs_in(self, frame: MemoryFrame) -> dict[str, NDArray[Any]]:
         """Return the inputs' places in the frame, by name."""
         return frame.arrays.get(self) or frame.cut(self, self.inputs)
 
     def _known_places(self) -> list[tuple[str, np.dtype[Any], tuple[int, ...], int]]:
         return [(name, dtype, shape, offset) for name, dtype, shape, offset, _ in self.outputs if shape is not None]
 
-    def outputs_in(self, frame: Frame, shapes: Sequence[OutputShape] = (), elsewhere: Collection[str] = ()) -> Mapping[str, NDArray[Any]]:
+    def outputs_in(
+        self, frame: MemoryFrame, shapes: Sequence[OutputShape] = (), elsewhere: Collection[str] = ()
+    ) -> Mapping[str, NDArray[Any]]:
         """Return the outputs in the frame, by name.
 
         Args:

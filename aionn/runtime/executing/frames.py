@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from aionn.errors import CallerError, DeadlineError, MemoryAllocationError, again
 from aionn.hal.types import IMemory
-from aionn.memory.pool import Frame, FramePool, FramesInFlightError
+from aionn.memory.pool import FramePool, FramesInFlightError, MemoryFrame
 from aionn.memory.region import Region
 from aionn.runtime.executing.frame_layout import FrameLayout, as_array
 from aionn.tasks import seconds_until
@@ -53,7 +53,7 @@ class Frames:
     def __init__(self, in_flight: int) -> None:
         """`in_flight`: so many frames of each size may be pinned while requests are in flight. The app may hold more."""
         self._in_flight = in_flight
-        self.waiting: dict[FramePool, deque[asyncio.Future[Frame]]] = {}
+        self.waiting: dict[FramePool, deque[asyncio.Future[MemoryFrame]]] = {}
         self._pools: dict[int, FramePool] = {}  # by the size of their frames, the least recently used first
         self._used: set[FramePool] = set()  # since the last growth
         self._regions: dict[int, Region] = {}
@@ -137,7 +137,7 @@ class Frames:
         """Note that the layout of a pool's frames is replaced by a smaller one. The pool may go at the next growth."""
         self._used.discard(pool)
 
-    async def lease(self, layout: FrameLayout, between_bytes: int = 0, deadline_ns: int | None = None) -> Frame:
+    async def lease(self, layout: FrameLayout, between_bytes: int = 0, deadline_ns: int | None = None) -> MemoryFrame:
         """Return a frame as `pool` says, leased. While requests in flight hold all, wait for one: first come, first served.
 
         Raises:
@@ -153,10 +153,10 @@ class Frames:
                 pass
         return await self.wait(pool, deadline_ns)
 
-    async def wait(self, pool: FramePool, deadline_ns: int | None = None) -> Frame:
+    async def wait(self, pool: FramePool, deadline_ns: int | None = None) -> MemoryFrame:
         """Wait for a frame that requests in flight will bring back; see `lease`."""
         loop = asyncio.get_running_loop()
-        waiter: asyncio.Future[Frame] = loop.create_future()
+        waiter: asyncio.Future[MemoryFrame] = loop.create_future()
         timer = None
         if (left_s := seconds_until(deadline_ns)) is not None:
             timer = loop.call_later(left_s, _fail_late, waiter)
@@ -186,7 +186,7 @@ class Frames:
                 waiter.set_exception(again(error))
             self._leave(pool, waiter)
 
-    def _leave(self, pool: FramePool, waiter: asyncio.Future[Frame]) -> None:
+    def _leave(self, pool: FramePool, waiter: asyncio.Future[MemoryFrame]) -> None:
         waiting = self.waiting.get(pool)
         if waiting is not None and waiter in waiting:
             waiting.remove(waiter)
@@ -254,7 +254,7 @@ class Frames:
         self._regions.clear()
 
 
-def _fail_late(waiter: asyncio.Future[Frame]) -> None:
+def _fail_late(waiter: asyncio.Future[MemoryFrame]) -> None:
     if not waiter.done():
         waiter.set_exception(DeadlineError("no frame was free by the deadline; too many requests are in flight, try again later"))
 
@@ -266,7 +266,7 @@ LAST_BYTES = 2**21
 """So much is left to copy when the driver is woken: 35 to 150 us, in which it wakes up, and for which it may look out."""
 
 
-def fill_large(frame: Frame, layout: FrameLayout, inputs: Mapping[str, NDArray[Any]], soon: Callable[[], None]) -> None:
+def fill_large(frame: MemoryFrame, layout: FrameLayout, inputs: Mapping[str, NDArray[Any]], soon: Callable[[], None]) -> None:
     """Copy arrays that fit into a frame; `soon` is called once, when little of it is left to do."""
     left, woken = layout.input_bytes, False
     for name, place in layout.inputs_in(frame).items():
@@ -286,7 +286,7 @@ def fill_large(frame: Frame, layout: FrameLayout, inputs: Mapping[str, NDArray[A
         left -= place.nbytes
 
 
-def fill(frame: Frame, layout: FrameLayout, inputs: Mapping[str, Any], placed: Container[int] = ()) -> int:
+def fill(frame: MemoryFrame, layout: FrameLayout, inputs: Mapping[str, Any], placed: Container[int] = ()) -> int:
     """Copy an app's arrays into a frame, each once. Returns the bytes copied. `placed`: indices of inputs that lie elsewhere."""
     copied = 0
     for index, (name, place) in enumerate(layout.inputs_in(frame).items()):

@@ -28,7 +28,7 @@ from aionn.burst.packets import DATUM_BYTES, PoolReference, encode_request_body,
 from aionn.errors import AionnError, CallerError
 from aionn.fmq import SOON, MessageQueue
 from aionn.hal.types import Result
-from aionn.memory.pool import Frame
+from aionn.memory.pool import MemoryFrame
 from aionn.pages.app_layout import DRIVER_BUSY_NS
 from aionn.pages.app_page import BurstSlot
 from aionn.remote.device import RemoteBuffer, RemoteBurstContext, RemotePreparedModel
@@ -233,7 +233,7 @@ class PlannedLink(Link):
         await planned.run(send, settled, check=placement is not None)  # a plain frame's request is right
 
     async def _send(
-        self, planned: PlannedExecution, frame: Frame, whole: tuple[Any, ...], number: int, settled: Callable[[Result | None], None]
+        self, planned: PlannedExecution, frame: MemoryFrame, whole: tuple[Any, ...], number: int, settled: Callable[[Result | None], None]
     ) -> Result:
         """Send the request of one step, and wait for its answer. `whole`: what the requests of all steps depend on."""
         try:
@@ -339,7 +339,7 @@ def _step_ended(serving: Serving, controller: ExecutionBurstController, in_fligh
 # --- requests as a burst sends them. A frame that is sent again is not encoded again. ---
 
 
-def plain_body(layout: FrameLayout, frame: Frame, measure_timing: bool) -> bytes:
+def plain_body(layout: FrameLayout, frame: MemoryFrame, measure_timing: bool) -> bytes:
     """Return the request of a frame that holds all arguments. Sent again, it costs no more than the identity behind it."""
     body: bytes | None = frame.bindings.get((layout, measure_timing))
     if body is None:
@@ -348,7 +348,7 @@ def plain_body(layout: FrameLayout, frame: Frame, measure_timing: bool) -> bytes
     return body
 
 
-def placed_body(layout: FrameLayout, frame: Frame, frames: Frames, placement: Placement, measure_timing: bool) -> bytes:
+def placed_body(layout: FrameLayout, frame: MemoryFrame, frames: Frames, placement: Placement, measure_timing: bool) -> bytes:
     """Return the request of a frame and a placement. A state that swaps two buffers has two."""
     key = (layout, measure_timing, placement.key(frames.slot_of))
     body: bytes | None = frame.bindings.get(key)
@@ -364,7 +364,7 @@ def _reference_of(pool: Any, frames: Frames) -> PoolReference:
     return PoolReference(-1, pool.token) if isinstance(pool, RemoteBuffer) else PoolReference(frames.slot_of(pool))
 
 
-def keep(frame: Frame, key: Any, body: bytes) -> None:
+def keep(frame: MemoryFrame, key: Any, body: bytes) -> None:
     """Remember an encoded request with its frame."""
     if len(frame.bindings) >= _REMEMBERED:
         frame.bindings.clear()

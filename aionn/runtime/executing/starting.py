@@ -23,7 +23,7 @@ from aionn.errors import CallerError, DeadlineError, DriverDiedError
 from aionn.hal.model import label
 from aionn.hal.options import CallOptions
 from aionn.hal.types import ErrorStatus, FencedResult, Result
-from aionn.memory.pool import Frame, FramePool, FramesInFlightError
+from aionn.memory.pool import FramePool, FramesInFlightError, MemoryFrame
 from aionn.pages.app_layout import FAILED
 from aionn.remote.device import Fenced, Found, RemotePreparedModel
 from aionn.runtime.executing.arguments import check_mapping
@@ -303,7 +303,7 @@ class Started(Execution):
             self.call = self.call.with_arguments({}, {})
 
 
-def _lease(pool: FramePool) -> Frame:
+def _lease(pool: FramePool) -> MemoryFrame:
     try:
         return pool.lease()
     except FramesInFlightError:

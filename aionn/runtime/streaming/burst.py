@@ -20,8 +20,7 @@ from aionn.burst.controller import ExecutionBurstController, Sent
 from aionn.errors import CallerError, MemoryAllocationError
 from aionn.hal.options import CallOptions
 from aionn.hal.types import ErrorStatus, Result
-from aionn.memory.pool import Frame as MemoryFrame
-from aionn.memory.pool import FramesInFlightError
+from aionn.memory.pool import FramesInFlightError, MemoryFrame
 from aionn.pages.app_layout import COMPUTED, CONNECTIONS, COPIED_BYTES, DRIVER_BUSY_NS, DROPPED, FAILED, FELL_BACK
 from aionn.runtime.executing.arguments import check_mapping
 from aionn.runtime.executing.execution import Call, Execution

@@ -24,7 +24,7 @@ from aionn import trace
 from aionn.errors import AionnError, CallerError, DeadlineError, again
 from aionn.events import DropsSummary
 from aionn.hal.types import ExecutionPreference
-from aionn.memory.pool import Frame, FramePool
+from aionn.memory.pool import FramePool, MemoryFrame
 from aionn.pages.app_layout import ANSWERED, CONNECTIONS, DROPPED, SENT, Kind
 from aionn.pages.app_page import BurstSlot
 from aionn.runtime.executing.arguments import Arguments
@@ -152,7 +152,7 @@ class BurstConnection:
 
     # --- sending -------------------------------------------------------------------------------------------------------
 
-    async def lease(self, shapes: Shapes) -> tuple[FrameLayout, Frame]:
+    async def lease(self, shapes: Shapes) -> tuple[FrameLayout, MemoryFrame]:
         """Return a leased frame for inputs of these shapes, and its layout."""
         self.check_open()
         layout = self.executor.arguments.layout(shapes)

@@ -74,7 +74,7 @@ class Frame(AsyncOnly, Mapping[str, NDArray[Any]]):
     """
 
     captured_ns = 0
-    _lease: tuple[FrameLayout, memory_pool.Frame] | None = None
+    _lease: tuple[FrameLayout, memory_pool.MemoryFrame] | None = None
 
     def __init__(self, connection: BurstConnection, shapes: Shapes, leases: Leases | None = None) -> None:
         self._connection = connection
@@ -115,14 +115,16 @@ class Frame(AsyncOnly, Mapping[str, NDArray[Any]]):
             self._leases.add(self)
         return self
 
-    def _hold(self, layout: FrameLayout, frame: memory_pool.Frame) -> None:
+    def _hold(self, layout: FrameLayout, frame: memory_pool.MemoryFrame) -> None:
         # Before the lease, since they are what keeps the slot from being used again under the eyes of another thread.
         self._views = {name: array.view() for name, array in layout.inputs_in(frame).items()}
         self._lease = layout, frame
 
-    def _give_up(self, why: str) -> tuple[FrameLayout, memory_pool.Frame] | None:
+    def _give_up(self, why: str) -> tuple[FrameLayout, memory_pool.MemoryFrame] | None:
         """Return the lease, which this frame no longer has. `why` is said to an app that uses the frame from now on."""
-        lease: tuple[FrameLayout, memory_pool.Frame] | None = vars(self).pop("_lease", None)  # at once, since two threads may ask for it
+        lease: tuple[FrameLayout, memory_pool.MemoryFrame] | None = vars(self).pop(
+            "_lease", None
+        )  # at once, since two threads may ask for it
         if lease is not None:
             self._unusable = why
             for view in self._views.values():
@@ -135,7 +137,7 @@ class Frame(AsyncOnly, Mapping[str, NDArray[Any]]):
         if lease is not None:
             _give_back(lease[1])
 
-    def _leased(self) -> tuple[FrameLayout, memory_pool.Frame]:
+    def _leased(self) -> tuple[FrameLayout, memory_pool.MemoryFrame]:
         lease = self._lease
         if lease is None:
             raise CallerError(self._unusable)
@@ -178,7 +180,7 @@ class Frame(AsyncOnly, Mapping[str, NDArray[Any]]):
         return len(self._connection.executor.arguments.names)
 
 
-def lease_of(frame: Frame, connection: BurstConnection) -> tuple[tuple[FrameLayout, memory_pool.Frame], Mapping[str, Any]]:
+def lease_of(frame: Frame, connection: BurstConnection) -> tuple[tuple[FrameLayout, memory_pool.MemoryFrame], Mapping[str, Any]]:
     """Return the layout and the memory that a frame holds, and what stands for its inputs instead, by name.
 
     Raises:
@@ -194,7 +196,7 @@ def placed_in(inputs: Mapping[str, Any]) -> Mapping[str, Any] | None:
     return inputs._placed if isinstance(inputs, Frame) else None
 
 
-def _give_back(frame: memory_pool.Frame) -> None:
+def _give_back(frame: memory_pool.MemoryFrame) -> None:
     frame.lent = False
     frame.settled(None)
 
