@@ -21,6 +21,7 @@ from onnx.reference import ReferenceEvaluator
 import aionn
 
 WAYS = ("compute", "burst", "hit")
+"""Beside a burst, the same compilation computes with its arguments in memory of the device."""
 
 
 @cache
@@ -148,6 +149,23 @@ async def _run(runtime: aionn.Runtime, case: TestCase, device: str, way: str, ca
             if way == "burst":
                 async with compilation.burst() as burst:
                     check(case, expected, [np.array(each) for each in (await burst.compute(inputs)).values()])
+                check(case, expected, await _in_device_memory(compilation, model, inputs, expected))
             else:
                 check(case, expected, [*(await compilation.compute(inputs)).values()])
     return True
+
+
+async def _in_device_memory(
+    compilation: aionn.Compilation, model: aionn.Model, inputs: Mapping[str, Any], expected: Sequence[Any]
+) -> list[Any]:
+    """Compute with each input and output in memory of the device, except empty ones, which it does not hold (NNAPI: MEMORY_DOMAIN)."""
+    given, made = dict(inputs), {}
+    for name, value in inputs.items():
+        if np.size(value):
+            given[name] = await compilation.allocate(inputs=(name,))
+            await given[name].copy_from(np.asarray(value))
+    for name, value in zip(model.outputs, expected, strict=True):
+        if np.size(value):
+            made[name] = await compilation.allocate(outputs=(name,))
+    left = await compilation.compute(given, outputs=made)
+    return [await made[name].snapshot() if name in made else left[name] for name in model.outputs]

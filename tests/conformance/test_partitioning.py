@@ -1,7 +1,8 @@
 """NNAPI's tests of partitioning and of falling back, by their names, through an app and real driver processes.
 
 `SetPartitioning` has no counterpart: a device that the app names is never left out, and without names the fallback is always on. Control
-flow is never interpreted, so `FailAfterInterpretedWhile` is about a loop that stays whole on a device.
+flow is never interpreted, so `FailAfterInterpretedWhile` is about a loop that stays whole on a device. `SimpleModel` is in
+`tests/runtime/test_partition.py`, and `SliceModelToEmpty` in `tests/test_cutting.py`.
 """
 
 from __future__ import annotations
@@ -102,14 +103,6 @@ async def test_model_need_two_devices(two: list[FakeDevice]) -> None:
 # --- PartitioningTest ------------------------------------------------------------------------------------------------
 
 
-async def test_simple_model_is_one_step_where_one_device_can_run_it(two: list[FakeDevice]) -> None:
-    """SimpleModel: all operations on one device give the model as it is."""
-    async with aionn.Runtime(start=()) as runtime:
-        compilation = await runtime.compile(aionn.Model.from_onnx(three_step_model(("Mul", "Div"))), devices=names(two))
-        assert plan_of(compilation, two) == [1]
-        assert compilation.device == two[1].name
-
-
 async def test_cpu_between_two_steps_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cpu: [device, CPU, device]."""
     with drivers(AddEngine, CpuMulEngine) as both:
@@ -132,13 +125,6 @@ async def test_slice_model_gives_each_step_its_inputs_and_outputs(two: list[Fake
         outputs = await compilation.compute({"a": a, "b": b})
         np.testing.assert_allclose(outputs["v"], (a + 1.25) * (b - 1.25), rtol=1e-6)
         np.testing.assert_allclose(outputs["y"], (a + 1.25) * 1.25, rtol=1e-6)
-
-
-async def test_slice_model_to_empty_is_an_error_and_no_empty_plan(two: list[FakeDevice]) -> None:
-    """SliceModelToEmpty: no device can run any operation."""
-    async with aionn.Runtime(start=()) as runtime:
-        with pytest.raises(CompilationError, match="pow_0"):
-            await runtime.compile(aionn.Model.from_onnx(three_step_model(("Pow",))), devices=names(two))
 
 
 async def test_model_output_as_step_model_input(two: list[FakeDevice]) -> None:

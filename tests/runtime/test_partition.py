@@ -78,6 +78,7 @@ async def test_a_model_that_no_device_runs_whole_is_cut_and_the_plan_and_outcome
 
 
 async def test_a_device_that_runs_the_model_whole_gets_it_whole_also_behind_others(both: list[FakeDevice]) -> None:
+    """PartitioningTest.SimpleModel: all operations on one device give the model as it is."""
     with drivers(WholeEngine) as (whole,):
         async with aionn.Runtime(start=()) as runtime:
             compilation = await runtime.compile(aionn.Model.from_onnx(three_step_model()), devices=(*names(both), whole.name))
