@@ -1,9 +1,9 @@
 """`Compilation`: a model prepared on a device, as an app uses it. `CompilationParts` is what lies below that face, and does the work.
 
 A compilation outlives its driver. When that dies, awaiting calls end with `DriverDiedError`. The next use starts a new driver and prepares
-the model there again, once, however many callers wait (`preparing.renewal`).
+the model there again, once, however many callers wait (`preparing.kept_model`).
 
-The runtime opens and closes the parts. Bursts, recurrent streams and device memories hold the `Renewal`, never these parts. What runs in
+The runtime opens and closes the parts. Bursts, recurrent streams and device memories hold the `KeptModel`, never these parts. What runs in
 the runtime's tasks holds neither.
 """
 
@@ -35,8 +35,8 @@ from aionn.runtime.executing.link import CLOSE_S
 from aionn.runtime.executing.retrying import Retries, retried
 from aionn.runtime.executing.values import execution_of, frames_refusal
 from aionn.runtime.preparing.compile_acts import CompileRequest
+from aionn.runtime.preparing.kept_model import KeptModel
 from aionn.runtime.preparing.preparation import Found
-from aionn.runtime.preparing.renewal import Renewal
 from aionn.runtime.serving.serving import Serving
 from aionn.runtime.session import Session
 from aionn.runtime.streaming.burst import Burst
@@ -62,7 +62,7 @@ class CompilationParts:
     """The parts of one compilation.
 
     Attributes:
-        renewal: keeps the model prepared. Its `compiled` is what serves.
+        kept_model: keeps the model prepared. Its `compiled` is what serves.
         arguments: how arguments are laid out.
         roles: returns the `Part` with the inputs and the outputs that an app names for device memory.
         bursts: connections of the bursts that the app has made, and of the kept one.
@@ -74,19 +74,19 @@ class CompilationParts:
         """`first`: what was prepared already, or None to prepare it at the first use."""
         model = request.model
         self.session = session
-        self.renewal = Renewal(session, request, first)
-        self.compiled = self.renewal.compiled
+        self.kept_model = KeptModel(session, request, first)
+        self.compiled = self.kept_model.compiled
         self.staging: Staging | None = None
         self.arguments = arguments = Arguments(model)
-        self.roles = partial(_roles, self.renewal, arguments)
-        self.renewal.disproved = lambda: arguments.disproved
+        self.roles = partial(_roles, self.kept_model, arguments)
+        self.kept_model.disproved = lambda: arguments.disproved
         self._trials: Executor | None = None
         fallback = None
         if request.candidates is None:  # devices that the app has named forbid any fallback
             from aionn.runtime.executing.fallback import Fallback
 
-            fallback = Fallback(self.renewal, self.trials)
-        self.bursts = Connections(self.renewal, arguments, fallback)
+            fallback = Fallback(self.kept_model, self.trials)
+        self.bursts = Connections(self.kept_model, arguments, fallback)
         self.kept = KeptBurst(self.bursts)
         self._starts: Starts | None = None
         self._closed = False
@@ -104,7 +104,7 @@ class CompilationParts:
         if self._starts is None:
             from aionn.runtime.executing.starting import IN_FLIGHT, Starts
 
-            self._starts = Starts(self.renewal, self.bursts.executor(IN_FLIGHT))
+            self._starts = Starts(self.kept_model, self.bursts.executor(IN_FLIGHT))
         return self._starts
 
     async def wait_for_stage(self, staging: Staging, name: str, timeout_s: float | None) -> None:
@@ -115,7 +115,7 @@ class CompilationParts:
     def check_frames(self, what: str) -> None:
         """Raise a `CallerError` if frames cannot hold the model's inputs and outputs. `what`: the call that needs frames."""
         if self.arguments.values:
-            raise frames_refusal(self.renewal.model, what)
+            raise frames_refusal(self.kept_model.model, what)
 
     # --- closing -------------------------------------------------------------------------------------------------------
 
@@ -127,7 +127,7 @@ class CompilationParts:
         self._closed = True
         bursts = list(self.bursts)
         try:
-            self.renewal.close()
+            self.kept_model.close()
             self.kept.refuse()
             if self._starts is not None:
                 self._starts.close()
@@ -137,7 +137,7 @@ class CompilationParts:
             for burst in bursts:
                 await burst.aclose()
             with bounded_shield(CLOSE_S):
-                await self.renewal.store_tuned()
+                await self.kept_model.store_tuned()
                 if self.compiled.serving is not None:
                     await self.compiled.serving.aclose()
         except AionnError as error:
@@ -168,8 +168,8 @@ class CompilationParts:
         from aionn.runtime.staging.stages import Staging
 
         names = tuple(stage.name for stage in stages)
-        request = self.renewal.request.without_deadline()
-        live = partial(_live, weakref.ref(self.renewal))
+        request = self.kept_model.request.without_deadline()
+        live = partial(_live, weakref.ref(self.kept_model))
         target = Target(self.session.devices, self.compiled, live, request, _trial_runs(self.trials), names)
         self.staging = Staging(target, stages, policy)
         self.session.tasks.start_soon(self.staging.work, name="stages")
@@ -178,7 +178,7 @@ class CompilationParts:
         """Return what an app's new version of the model needs to take over."""
         from aionn.runtime.staging.swapping import NewModel
 
-        return NewModel(self.renewal, self.staging, self.begin_stages, _trial_runs(self.trials), self._last_inputs, self.bursts.static)
+        return NewModel(self.kept_model, self.staging, self.begin_stages, _trial_runs(self.trials), self._last_inputs, self.bursts.static)
 
     def _last_inputs(self) -> list[Inputs]:
         """Return the inputs of the last execution on each burst."""
@@ -186,12 +186,12 @@ class CompilationParts:
         return [inputs for inputs in found if inputs is not None]
 
 
-def _roles(renewal: Renewal, arguments: Arguments, inputs: Iterable[str], outputs: Iterable[str]) -> Part:
-    return part_of(renewal.model, arguments.outputs, inputs, outputs)
+def _roles(kept_model: KeptModel, arguments: Arguments, inputs: Iterable[str], outputs: Iterable[str]) -> Part:
+    return part_of(kept_model.model, arguments.outputs, inputs, outputs)
 
 
-async def _live(renewal: weakref.ref[Renewal]) -> Serving:
-    found = renewal()
+async def _live(kept_model: weakref.ref[KeptModel]) -> Serving:
+    found = kept_model()
     if found is None:
         raise CallerError("the app has dropped this compilation")
     return await found.live()
@@ -224,7 +224,7 @@ class Compilation(AsyncOnly):
 
     def __init__(self, parts: CompilationParts) -> None:
         self._parts = parts
-        options = parts.renewal.request.options
+        options = parts.kept_model.request.options
         self.preference: ExecutionPreference = options.preference
         self.priority: Priority = options.priority
         self.threads: int | None = None if options.at_most else options.threads
@@ -250,11 +250,11 @@ class Compilation(AsyncOnly):
 
     @property
     def model(self) -> Model:
-        return self._parts.renewal.model
+        return self._parts.kept_model.model
 
     @property
     def outcomes(self) -> tuple[CacheOutcome, ...]:
-        return self._parts.renewal.outcomes
+        return self._parts.kept_model.outcomes
 
     @property
     def plan(self) -> tuple[Step, ...]:
@@ -266,12 +266,12 @@ class Compilation(AsyncOnly):
         Raises:
             CallerError: the model's file is broken, or has changed since.
         """
-        return self._parts.renewal.plan
+        return self._parts.kept_model.plan
 
     @property
     def device(self) -> str:
         """Name of the device that runs the next execution. While nothing is compiled yet, that of the first candidate."""
-        return self._parts.renewal.device
+        return self._parts.kept_model.device
 
     @property
     def runs_on(self) -> str:
@@ -279,7 +279,7 @@ class Compilation(AsyncOnly):
 
         Empty while nothing is compiled, and if the engine does not say it.
         """
-        serving = self._parts.renewal.compiled.serving
+        serving = self._parts.kept_model.compiled.serving
         return "" if serving is None else serving.prepared.runs_on
 
     @property
@@ -336,7 +336,7 @@ class Compilation(AsyncOnly):
         roles = DeviceRoles([self._parts.roles(inputs, outputs)], shape)
         deadline_ns = deadline_of(timeout_s)
         with ending_by(deadline_ns, "the device memory was not allocated"):
-            return await allocate([self._parts.renewal], roles, deadline_ns)
+            return await allocate([self._parts.kept_model], roles, deadline_ns)
 
     async def warm_up(self, runs: int = 2, *, inputs: Mapping[str, Any] | None = None) -> None:
         """Run the model before the app does, so that the app's first execution is as quick as the later ones.
@@ -354,12 +354,12 @@ class Compilation(AsyncOnly):
         """
         from aionn.runtime.executing.warming import warm_up  # few apps ask for it
 
-        await warm_up(self._parts.renewal, self._parts.arguments, runs, inputs)
+        await warm_up(self._parts.kept_model, self._parts.arguments, runs, inputs)
 
     @property
     def name(self) -> str:
         """How health, metrics, traces and logs show the compilation: as it was named, or by its model's file."""
-        return self._parts.renewal.record.name
+        return self._parts.kept_model.record.name
 
     def burst(self, *, depth: int = 8, anticipate: bool = False, name: str | None = None, warm: bool = False) -> Burst:
         """Return a stream of executions to the driver: `async with compilation.burst() as burst`.
@@ -383,7 +383,7 @@ class Compilation(AsyncOnly):
             return Burst(connection)
         from aionn.runtime.executing.warming import warm_up  # few bursts ask for it
 
-        return Burst(connection, partial(warm_up, self._parts.renewal, self._parts.arguments, 1))
+        return Burst(connection, partial(warm_up, self._parts.kept_model, self._parts.arguments, 1))
 
     def recurrent(
         self,
@@ -412,7 +412,7 @@ class Compilation(AsyncOnly):
         parts = self._parts
         parts.check_frames("a recurrent stream")
         name = checked_name("recurrent", name)
-        state = KeptState(parts.renewal, parts.roles, states, initial, name)
+        state = KeptState(parts.kept_model, parts.roles, states, initial, name)
         every = checked_count("recurrent: snapshot_every", snapshot_every, 1)
         return RecurrentStream(parts.bursts.new(2, name=name), state, every)
 
@@ -508,7 +508,7 @@ async def allocate_for(
     roles = DeviceRoles([parts.roles(*names) for parts, names in named.items()], shape)
     deadline_ns = deadline_of(timeout_s)
     with ending_by(deadline_ns, "the device memory was not allocated"):
-        return await allocate([parts.renewal for parts in named], roles, deadline_ns)
+        return await allocate([parts.kept_model for parts in named], roles, deadline_ns)
 
 
 def _pairs(what: str, pairs: Any) -> Sequence[tuple[Compilation, str]]:

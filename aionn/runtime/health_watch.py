@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from aionn.pages.app_layout import ANSWERED, DROPPED
 from aionn.runtime.compilation import CompilationParts
 from aionn.runtime.health import CompilationHealth, Health, HealthPolicy, State
-from aionn.runtime.preparing.renewal import Renewal
+from aionn.runtime.preparing.kept_model import KeptModel
 from aionn.runtime.record import ASKING, FAILED, LOADING, LOOKING, READING, STARTING, Progress
 from aionn.runtime.session import Session
 from aionn.runtime.streaming.connection import BurstConnection
@@ -43,7 +43,7 @@ class HealthWatch:
     def __init__(self, session: Session, policy: HealthPolicy) -> None:
         self._session = session
         self._thread = threading.get_ident()
-        self._renewals: weakref.WeakValueDictionary[int, Renewal] = weakref.WeakValueDictionary()
+        self._kept_models: weakref.WeakValueDictionary[int, KeptModel] = weakref.WeakValueDictionary()
         self._stagings: weakref.WeakValueDictionary[int, CompilationParts] = weakref.WeakValueDictionary()
         self._has_served = False
         self._shown: tuple[str, str] = "starting", ""
@@ -53,7 +53,7 @@ class HealthWatch:
 
     def watch(self, parts: CompilationParts) -> None:
         """Include a compilation that was made, until it is closed or collected. A burst keeps it, too."""
-        self._renewals[id(parts.renewal)] = parts.renewal
+        self._kept_models[id(parts.kept_model)] = parts.kept_model
         if parts.staging is not None:
             self._stagings[id(parts)] = parts
         self._has_served = True
@@ -82,7 +82,7 @@ class HealthWatch:
         devices = tuple(driver for driver in drivers if driver is not None)
         under_way = list(record.under_way.values())
         compilations = [_prepared_now(preparation, now_ns) for preparation in under_way]
-        compilations += [_at_rest(renewal) for renewal in alive if renewal.preparation is None]
+        compilations += [_at_rest(kept_model) for kept_model in alive if kept_model.preparation is None]
         if not session.is_open:
             return Health("closing", True, False, (), devices, tuple(compilations))
         stalled = [str(device) for device in devices if device.state == "hung"] + self._standstill(now_ns)
@@ -93,9 +93,9 @@ class HealthWatch:
         ready = state in ("serving", "degraded")
         return Health(state, True, ready, (*reasons, *busy), devices, tuple(compilations))
 
-    def _alive(self) -> list[Renewal]:
-        found = [renewal() for renewal in self._renewals.valuerefs()]
-        return [renewal for renewal in found if renewal is not None and not renewal.compiled.closed]
+    def _alive(self) -> list[KeptModel]:
+        found = [kept_model() for kept_model in self._kept_models.valuerefs()]
+        return [kept_model for kept_model in found if kept_model is not None and not kept_model.compiled.closed]
 
     def _standstill(self, now_ns: int) -> list[str]:
         """Say for how long the loop has stood still, unless this is its thread. A loop that calls this runs."""
@@ -105,7 +105,7 @@ class HealthWatch:
         return [f"the event loop has stood still for {late_s:.1f} s"]
 
     def _judged(
-        self, under_way: Sequence[Progress], compilations: Sequence[CompilationHealth], alive: Sequence[Renewal]
+        self, under_way: Sequence[Progress], compilations: Sequence[CompilationHealth], alive: Sequence[KeptModel]
     ) -> tuple[State, list[str]]:
         shown = list(zip(under_way, compilations, strict=False))  # the first compilations are those under way
         missing = [one for preparation, one in shown if preparation.required and _keeps_waiting(preparation)]
@@ -115,7 +115,7 @@ class HealthWatch:
             return "starting", ["no compilation serves yet"]
         wrong = [str(one) for one in compilations if one.state in ("ended", "failed")]
         wrong += [str(one) for preparation, one in shown if preparation.cause == "death"]
-        wrong += [reason for renewal in alive for reason in _refusals(renewal)]
+        wrong += [reason for kept_model in alive for reason in _refusals(kept_model)]
         wrong += [reason for parts in self._stagings.valuerefs() for reason in _wrong_stages(parts())]
         rate = self._drops.rate
         if self._most_dropped is not None and rate > self._most_dropped:
@@ -131,12 +131,12 @@ class _Drops:
         self._beats: deque[tuple[int, int]] = deque(maxlen=_DROP_BEATS)
         self.rate = 0.0
 
-    def count(self, alive: Sequence[Renewal]) -> None:
+    def count(self, alive: Sequence[KeptModel]) -> None:
         """Count what the open bursts have dropped and answered since the last call."""
         now: dict[int, tuple[int, int]] = {}
         dropped = frames = 0
-        for renewal in alive:
-            for burst in list(renewal.compiled.members):
+        for kept_model in alive:
+            for burst in list(kept_model.compiled.members):
                 if not isinstance(burst, BurstConnection):
                     continue  # device memory
                 counts = burst.executor.counts
@@ -169,27 +169,27 @@ def _prepared_now(preparation: Progress, now_ns: int) -> CompilationHealth:
     )
 
 
-def _at_rest(renewal: Renewal) -> CompilationHealth:
-    named, serving = renewal.record, renewal.compiled.serving
+def _at_rest(kept_model: KeptModel) -> CompilationHealth:
+    named, serving = kept_model.record, kept_model.compiled.serving
     if serving is None or serving.asleep:
-        return CompilationHealth(named.name, named.required, "on demand", renewal.device)
+        return CompilationHealth(named.name, named.required, "on demand", kept_model.device)
     ended_by = serving.ended_by
     if ended_by is None:
         return CompilationHealth(named.name, named.required, "serving", serving.device)
     return CompilationHealth(named.name, named.required, "ended", serving.device, reason=str(ended_by))
 
 
-def _refusals(renewal: Renewal) -> Iterator[str]:
-    for failure in dict.fromkeys(outcome.not_kept for outcome in renewal.outcomes):  # often one for all steps of a plan
+def _refusals(kept_model: KeptModel) -> Iterator[str]:
+    for failure in dict.fromkeys(outcome.not_kept for outcome in kept_model.outcomes):  # often one for all steps of a plan
         if failure is not None:
-            yield f"the cache does not keep compilation {renewal.record.name!r} ({failure})"
+            yield f"the cache does not keep compilation {kept_model.record.name!r} ({failure})"
 
 
 def _wrong_stages(parts: CompilationParts | None) -> Iterator[str]:
     if parts is None or parts.staging is None or parts.compiled.closed:
         return
     for stage in parts.staging.stages:
-        named = f"stage {stage.name!r} of compilation {parts.renewal.record.name!r}"
+        named = f"stage {stage.name!r} of compilation {parts.kept_model.record.name!r}"
         if stage.state == "rejected":
             yield f"{named} was rejected ({stage.reason})"
         elif stage.not_kept is not None:

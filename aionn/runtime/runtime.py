@@ -396,7 +396,7 @@ class Runtime(AsyncOnly):
         session = self._opened.session
         if not isinstance(compilation, Compilation) or (parts := parts_of(compilation)).session is not session:
             raise CallerError("swap takes a compilation of this runtime")
-        about = trace.about(model=parts.renewal.record.name)
+        about = trace.about(model=parts.kept_model.record.name)
         deadline_ns = deadline_of(timeout_s)
         with about, trace.span("swap"), parts.compiled.use.hold(), ending_by(deadline_ns, "the new model was not swapped in"):
             await swap_model(parts.new_model(), model, timeout_s)

@@ -69,7 +69,7 @@ async def lanes_of(
     steps = len(compilation.plan)
 
     async def call() -> None:
-        await Execution(executor, control_route(parts.renewal), Call(inputs, {}, CallOptions(), inputs)).run()
+        await Execution(executor, control_route(parts.kept_model), Call(inputs, {}, CallOptions(), inputs)).run()
 
     return {f"{name} ({steps}), burst": (lambda: burst.compute(inputs), steps), f"{name} ({steps}), control": (call, steps)}
 

@@ -27,7 +27,7 @@ import pytest
 
 import aionn
 from aionn.cli import main
-from aionn.runtime.preparing.renewal import Idling
+from aionn.runtime.preparing.kept_model import Idling
 from aionn.testing.models import identity_model, scaled_model
 from tests.docs.pages import DOCS, ROOT, Block, blocks, programs, the_block
 from tests.engines.provider_shim import install_shim

@@ -20,7 +20,7 @@ import pytest
 import aionn
 from aionn import trace
 from aionn.hal.types import Priority
-from aionn.runtime.preparing.renewal import LOOKS, Idling
+from aionn.runtime.preparing.kept_model import LOOKS, Idling
 from aionn.testing import FakeDevice, identity_model
 from aionn.testing.models import scaled_model
 from tests.leaks import driver_pids, leak_check
@@ -392,7 +392,7 @@ async def test_a_compilation_that_the_app_drops_is_collected_asleep_or_awake(fak
             await compilation.compute(x(1))
             if sleeps:
                 await until(partial(asleep, compilation))
-            dropped = weakref.ref(compilation._parts.renewal)
+            dropped = weakref.ref(compilation._parts.kept_model)
             del compilation
             gc.collect()
             assert dropped() is None

@@ -15,7 +15,7 @@ import pytest
 
 import aionn
 from aionn.hal.types import Priority
-from aionn.runtime.preparing.renewal import LOOKS, Idling
+from aionn.runtime.preparing.kept_model import LOOKS, Idling
 from aionn.runtime.processes.devices import Device, Devices
 from aionn.runtime.processes.process import DriverProcess
 from aionn.runtime.serving.serving import Rest, Serving

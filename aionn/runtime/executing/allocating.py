@@ -9,23 +9,23 @@ from aionn import trace
 from aionn.runtime.executing.device_buffers import BufferPair
 from aionn.runtime.executing.device_memory import DeviceMemory
 from aionn.runtime.executing.device_roles import DeviceRoles
-from aionn.runtime.preparing.renewal import Renewal
+from aionn.runtime.preparing.kept_model import KeptModel
 
 
-async def allocate(renewals: Sequence[Renewal], roles: DeviceRoles, deadline_ns: int | None) -> DeviceMemory:
-    """Return device memory in the driver that serves. `renewals`: of the compilations, one for each part of `roles`.
+async def allocate(kept_models: Sequence[KeptModel], roles: DeviceRoles, deadline_ns: int | None) -> DeviceMemory:
+    """Return device memory in the driver that serves. `kept_models`: of the compilations, one for each part of `roles`.
 
     Raises:
         CallerError: several drivers run these inputs and outputs.
         AionnError: the driver cannot have it.
     """
     with ExitStack() as held:
-        for renewal in renewals:
-            held.enter_context(renewal.compiled.use.hold())
+        for kept_model in kept_models:
+            held.enter_context(kept_model.compiled.use.hold())
         while True:
-            servings = [await renewal.live(deadline_ns) for renewal in renewals]
+            servings = [await kept_model.live(deadline_ns) for kept_model in kept_models]
             with trace.span("allocate", device=servings[0].device):
                 buffer = await roles.allocate([serving.prepared for serving in servings])
-            if all(serving is renewal.compiled.serving for serving, renewal in zip(servings, renewals, strict=True)):
-                return DeviceMemory(renewals, BufferPair([serving.prepared for serving in servings], buffer, roles))
+            if all(serving is kept_model.compiled.serving for serving, kept_model in zip(servings, kept_models, strict=True)):
+                return DeviceMemory(kept_models, BufferPair([serving.prepared for serving in servings], buffer, roles))
             buffer.release()  # another stage has been swapped in meanwhile

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from aionn import trace
 from aionn.remote.device import RemotePreparedModel
 from aionn.runtime.executing.execution import Execution
-from aionn.runtime.preparing.renewal import Renewal
+from aionn.runtime.preparing.kept_model import KeptModel
 from aionn.runtime.serving.serving import Serving
 
 
@@ -45,19 +45,19 @@ class ControlChannel:
             await sending
 
 
-def control_route(renewal: Renewal, *, counted: bool = True) -> Callable[[int | None], Awaitable[ControlChannel]]:
+def control_route(kept_model: KeptModel, *, counted: bool = True) -> Callable[[int | None], Awaitable[ControlChannel]]:
     """Return the route of executions without a burst: to whatever serves when the gate is open.
 
     Args:
         counted: whether they are the app's. Others count as no use, and their pauses estimate no rhythm.
     """
-    gate = renewal.compiled.gate
+    gate = kept_model.compiled.gate
 
     async def route(deadline_ns: int | None) -> ControlChannel:
         while True:
             if gate.shut:
                 await gate.passed(deadline_ns)
-            serving = await renewal.live(deadline_ns)
+            serving = await kept_model.live(deadline_ns)
             if not gate.closed:
                 return ControlChannel(serving, counted=counted, estimated=counted)
 

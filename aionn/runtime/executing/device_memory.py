@@ -24,7 +24,7 @@ from aionn.memory.region import Region
 from aionn.runtime.executing.device_buffers import BufferPair
 from aionn.runtime.executing.device_state import DeviceState, Holding
 from aionn.runtime.executing.frame_layout import as_array
-from aionn.runtime.preparing.renewal import Renewal
+from aionn.runtime.preparing.kept_model import KeptModel
 from aionn.tasks import AsyncOnly, deadline_of, ending_by
 
 CLOSE_S = 2.0
@@ -59,16 +59,16 @@ class DeviceMemory(AsyncOnly):
         >>> state, other = other, state
     """
 
-    def __init__(self, renewals: Sequence[Renewal], buffers: BufferPair) -> None:
-        self._renewals = tuple(renewals)  # while an app holds memory of a compilation, its model stays prepared
-        self._state = DeviceState(renewals[0].session, buffers)
+    def __init__(self, kept_models: Sequence[KeptModel], buffers: BufferPair) -> None:
+        self._kept_models = tuple(kept_models)  # while an app holds memory of a compilation, its model stays prepared
+        self._state = DeviceState(kept_models[0].session, buffers)
         self._roles = buffers.roles
         self.inputs = buffers.roles.inputs
         self.outputs = buffers.roles.outputs
         self.type = buffers.roles.operand.type
-        self._holdings = [Holding(self._state, part) for part in range(len(renewals))]  # compilations know them weakly
-        for renewal, holding in zip(renewals, self._holdings, strict=True):
-            renewal.compiled.members.add(holding)
+        self._holdings = [Holding(self._state, part) for part in range(len(kept_models))]  # compilations know them weakly
+        for kept_model, holding in zip(kept_models, self._holdings, strict=True):
+            kept_model.compiled.members.add(holding)
 
     def __repr__(self) -> str:
         return f"DeviceMemory(inputs={self.inputs!r}, outputs={self.outputs!r}, shape={self._state.shape!r})"

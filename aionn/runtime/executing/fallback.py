@@ -35,9 +35,9 @@ from aionn.runtime.executing.device_memory import DeviceMemory
 from aionn.runtime.executing.execution import Call, Executor
 from aionn.runtime.executing.frame_layout import Outputs
 from aionn.runtime.executing.values import execution_of
+from aionn.runtime.preparing.kept_model import KeptModel
 from aionn.runtime.preparing.partition import Partition
 from aionn.runtime.preparing.preparation import Found, prepare
-from aionn.runtime.preparing.renewal import Renewal
 from aionn.runtime.record import Progress, about
 from aionn.runtime.serving.planned_execution import StepFailure
 from aionn.runtime.serving.planned_model import PlannedModel
@@ -51,16 +51,16 @@ _TRIES = 5
 
 
 class Fallback:
-    """The fallback of one compilation. It knows the `Renewal` weakly, so a compilation that the app no longer holds is collected.
+    """The fallback of one compilation. It knows the `KeptModel` weakly, so a compilation that the app no longer holds is collected.
 
     `_hopeless` has the devices, and steps, for which no fallback can be prepared, and `_taken_over` the devices of fallbacks that serve or
     have served. `_steps` are those of the plan that have failed. All are of `_model`.
     """
 
-    def __init__(self, renewal: Renewal, trials: Executor) -> None:
+    def __init__(self, kept_model: KeptModel, trials: Executor) -> None:
         """`trials`: runs what the fallback is tried on."""
-        self._renewal = weakref.ref(renewal)
-        self._tasks = renewal.session.tasks
+        self._kept_model = weakref.ref(kept_model)
+        self._tasks = kept_model.session.tasks
         self._trials = trials
         self._base: Serving | None = None
         self._outcomes: tuple[CacheOutcome, ...] = ()
@@ -70,7 +70,7 @@ class Fallback:
         self._taken_over: set[str] = set()
         self._steps: frozenset[int] = frozenset()
         self._busy: anyio.Event | None = None
-        renewal.compiled.abandoned = self.close
+        kept_model.compiled.abandoned = self.close
 
     def close(self) -> None:
         """Free a fallback that does not serve, without waiting."""
@@ -87,8 +87,8 @@ class Fallback:
         Raises:
             DeadlineError: the call's deadline has come.
         """
-        renewal = self._renewal()
-        if renewal is None or serving.model is not renewal.model or _in_driver(call):
+        kept_model = self._kept_model()
+        if kept_model is None or serving.model is not kept_model.model or _in_driver(call):
             return None
         if serving.model is not self._model:  # the app has swapped it in
             self.close()
@@ -105,7 +105,7 @@ class Fallback:
             if step is not None:
                 self._steps |= {step}
             steps = self._steps
-            base = await self._fallback_of(renewal, serving, steps)
+            base = await self._fallback_of(kept_model, serving, steps)
             if base is None:
                 return None
             trial = execution_of(self._trials, fixed_route(base), again)
@@ -121,21 +121,21 @@ class Fallback:
                 error.add_note(f"device {base.device!r} was tried, too, and failed: {second}")
                 return None
         trace.count("execution.fell_back", device=serving.device, to=base.device, reason=str(error))
-        words, name = "device %r failed to run model %r, and device %r computed in its place: %s", renewal.record.name
+        words, name = "device %r failed to run model %r, and device %r computed in its place: %s", kept_model.record.name
         logger.warning(words, serving.device, name, base.device, str(error), extra=about(device=serving.device, model=name))
-        if renewal.compiled.serving is serving:
-            await self._wait_for(renewal, base, call.options.deadline_ns)
+        if kept_model.compiled.serving is serving:
+            await self._wait_for(kept_model, base, call.options.deadline_ns)
         return outputs
 
-    async def _fallback_of(self, renewal: Renewal, serving: Serving, steps: frozenset[int]) -> Serving | None:
+    async def _fallback_of(self, kept_model: KeptModel, serving: Serving, steps: frozenset[int]) -> Serving | None:
         """Return what is prepared to take the place of `serving`. Returns None if no device can. One preparation runs at a time."""
-        compiled = renewal.compiled
+        compiled = kept_model.compiled
         key = serving.device, steps
         while True:
             now = compiled.serving
             if now is not None and now is not serving and now.alive and now.model is serving.model and now.device in self._taken_over:
                 return now  # another call has fallen back meanwhile
-            if serving.model is not renewal.model:
+            if serving.model is not kept_model.model:
                 return None
             if self._busy is not None:
                 await self._busy.wait()
@@ -146,13 +146,13 @@ class Fallback:
             else:
                 self.close()
                 self._busy = anyio.Event()
-                self._tasks.start_soon(self._prepare, renewal, serving, steps, self._busy, name="fallback")
+                self._tasks.start_soon(self._prepare, kept_model, serving, steps, self._busy, name="fallback")
 
-    async def _prepare(self, renewal: Renewal, serving: Serving, steps: frozenset[int], over: anyio.Event) -> None:
+    async def _prepare(self, kept_model: KeptModel, serving: Serving, steps: frozenset[int], over: anyio.Event) -> None:
         key = serving.device, steps
         try:
-            found = await _prepared(renewal, serving, steps)
-            if serving.model is not renewal.model:  # the app has swapped in another one meanwhile
+            found = await _prepared(kept_model, serving, steps)
+            if serving.model is not kept_model.model:  # the app has swapped in another one meanwhile
                 if found is not None:
                     found[0].release()
                 return
@@ -160,33 +160,35 @@ class Fallback:
                 self._hopeless.add(key)
                 return
             found[0].remember(serving.model)
-            self._base, self._outcomes, self._key = Serving(found[0], serving.model, renewal.compiled.use), found[1], key
-            if renewal.compiled.closed:
+            self._base, self._outcomes, self._key = Serving(found[0], serving.model, kept_model.compiled.use), found[1], key
+            if kept_model.compiled.closed:
                 self.close()
         except Exception:  # a defect here must not end the app's runtime
             self._hopeless.add(key)
-            extra = about(device=serving.device, model=renewal.record.name)
-            logger.exception("the fallback of device %r for model %r cannot be prepared", serving.device, renewal.record.name, extra=extra)
+            extra = about(device=serving.device, model=kept_model.record.name)
+            logger.exception(
+                "the fallback of device %r for model %r cannot be prepared", serving.device, kept_model.record.name, extra=extra
+            )
         finally:
             self._busy = None
             over.set()
 
-    async def _wait_for(self, renewal: Renewal, base: Serving, deadline_ns: int | None) -> None:
+    async def _wait_for(self, kept_model: KeptModel, base: Serving, deadline_ns: int | None) -> None:
         """Let the fallback take over. The outputs are there, so the call does not wait beyond its deadline."""
         if self._busy is None and self._base is base:
             self._busy = anyio.Event()
-            self._tasks.start_soon(self._take_over, renewal, base, self._busy, name="fallback takes over")
+            self._tasks.start_soon(self._take_over, kept_model, base, self._busy, name="fallback takes over")
         if self._busy is not None:
             with anyio.move_on_after(seconds_until(deadline_ns)):
                 await self._busy.wait()
 
-    async def _take_over(self, renewal: Renewal, base: Serving, over: anyio.Event) -> None:
-        name = renewal.record.name
+    async def _take_over(self, kept_model: KeptModel, base: Serving, over: anyio.Event) -> None:
+        name = kept_model.record.name
         try:
-            with renewal.compiled.use.hold():
-                await _swap(renewal.compiled, base)
+            with kept_model.compiled.use.hold():
+                await _swap(kept_model.compiled, base)
             self._taken_over.add(base.device)
-            self._base, renewal.outcomes = None, self._outcomes
+            self._base, kept_model.outcomes = None, self._outcomes
         except AionnError as error:
             words = "device %r cannot take over model %r, and is tried again at the next failure: %s"
             logger.warning(words, base.device, name, error, extra=about(device=base.device, model=name))
@@ -212,9 +214,9 @@ async def _swap(compiled: CompiledModel, base: Serving) -> None:
                 raise
 
 
-async def _prepared(renewal: Renewal, serving: Serving, failing: frozenset[int]) -> Found | None:
+async def _prepared(kept_model: KeptModel, serving: Serving, failing: frozenset[int]) -> Found | None:
     """Prepare the model on the next CPU device, or a plan with the failing steps there. Returns None if no device can do so."""
-    devices, request = renewal.session.devices, renewal.request.without_deadline(renewal.disproved())
+    devices, request = kept_model.session.devices, kept_model.request.without_deadline(kept_model.disproved())
     steps = [one.step for one in serving.prepared.steps] if isinstance(serving.prepared, PlannedModel) and failing else []
     failed = {steps[number].device for number in failing} if steps else {serving.device}
     for name in devices.installed:
@@ -223,7 +225,7 @@ async def _prepared(renewal: Renewal, serving: Serving, failing: frozenset[int])
         try:
             if (await devices.get(name, request.options.priority)).type is not DeviceType.CPU:
                 continue
-            with Progress(renewal.record, name) as progress:
+            with Progress(kept_model.record, name) as progress:
                 if steps:
                     moved = [msgspec.structs.replace(one, device=name) if number in failing else one for number, one in enumerate(steps)]
                     found = await Partition(devices, request).prepare(moved)

@@ -36,7 +36,7 @@ from aionn.runtime.executing.frame_layout import FrameLayout
 from aionn.runtime.executing.frames import fill
 from aionn.runtime.executing.placement import check_outputs, is_placed, states_of
 from aionn.runtime.executing.transitions import LEFT, PLACE, SEND, SETTLE, WAITING
-from aionn.runtime.preparing.renewal import Renewal
+from aionn.runtime.preparing.kept_model import KeptModel
 from aionn.runtime.serving.serving import Serving
 from aionn.tasks import deadline_of, seconds_until
 
@@ -49,11 +49,11 @@ _CLOSED = "the compilation, or its runtime, was closed before the execution was 
 class Starts:
     """The started executions of one compilation."""
 
-    def __init__(self, renewal: Renewal, executor: Executor) -> None:
+    def __init__(self, kept_model: KeptModel, executor: Executor) -> None:
         """`executor`: with frames for `IN_FLIGHT` requests."""
-        self.renewal = renewal
+        self.kept_model = kept_model
         self.executor = executor
-        self.route = control_route(renewal)
+        self.route = control_route(kept_model)
         self._pending: set[Started] = set()
 
     def start(
@@ -65,7 +65,7 @@ class Starts:
         timeout_s: float | None,
     ) -> Event:
         """See `Compilation.start`."""
-        self.renewal.check_usable()
+        self.kept_model.check_usable()
         check_mapping(inputs)
         outputs = {} if outputs is None else outputs
         check_outputs(self.executor.arguments.outputs, outputs)
@@ -75,7 +75,7 @@ class Starts:
         given = dict(inputs)
         call = Call(given, dict(outputs), CallOptions(bool(measure_timing), deadline_ns), given)
         with Dependencies(after) as dependencies:
-            started = Started(self, Event(label(self.renewal.model)[:12]), call)
+            started = Started(self, Event(label(self.kept_model.model)[:12]), call)
             started.lay_out()
             started.after = dependencies.take()
         self._pending.add(started)
@@ -97,7 +97,7 @@ class Starts:
         """Do the same as `close`, and give the frames back."""
         self.close()
         self.executor.frames.close()
-        self.renewal.session.page.free(self.executor.counts)
+        self.kept_model.session.page.free(self.executor.counts)
 
 
 class Started(Execution):
@@ -121,9 +121,9 @@ class Started(Execution):
 
     def lay_out(self) -> None:
         """Check the arguments, and copy the arrays. With device memory they are placed when it is known where that lies."""
-        renewal, call = self._starts.renewal, self.call
+        kept_model, call = self._starts.kept_model, self.call
         if not states_of(call.inputs, call.outputs):
-            self._place(renewal.compiled.serving)
+            self._place(kept_model.compiled.serving)
             return
         placed = {name: shape_of(value) for name, value in call.inputs.items() if is_placed(value)}
         self.executor.arguments.shapes_of(call.inputs, placed)
@@ -133,7 +133,7 @@ class Started(Execution):
     def _place(self, serving: Serving | None) -> None:
         """Place the arguments, and copy the arrays into a frame."""
         call = self.call
-        model = self._starts.renewal.model if serving is None else serving.model
+        model = self._starts.kept_model.model if serving is None else serving.model
         prepared: Any = None if serving is None else serving.prepared  # only device memory belongs to one
         placement, shapes = self.placed(model, prepared, states_of(call.inputs, call.outputs))
         try:
@@ -146,7 +146,7 @@ class Started(Execution):
 
     def begin(self, over: Callable[[], None]) -> None:
         """Send the request now if that can be done, else in a task. `over` is called when the event is settled."""
-        session, compiled = self._starts.renewal.session, self._starts.renewal.compiled
+        session, compiled = self._starts.kept_model.session, self._starts.kept_model.compiled
         timer = None
         deadline_ns = self.call.options.deadline_ns
         if deadline_ns is not None:
@@ -202,7 +202,7 @@ class Started(Execution):
                 raise failed_dependency(after.event, number)
             if not after.done:
                 dependencies.append(after.dependency)
-        sampling = self._starts.renewal.compiled.sampling
+        sampling = self._starts.kept_model.compiled.sampling
         if sampling is not None and not placement.inputs:
             sampling.take(layout.inputs_in(self.lent))
         fenced = Fenced(*self.request(), dependencies, fence_of(self.event))

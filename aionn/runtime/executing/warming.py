@@ -20,25 +20,25 @@ from aionn.runtime.executing.execution import Call, Executor
 from aionn.runtime.executing.frames import Frames
 from aionn.runtime.executing.made_up import made_up_inputs
 from aionn.runtime.executing.values import execution_of
-from aionn.runtime.preparing.renewal import Renewal
+from aionn.runtime.preparing.kept_model import KeptModel
 from aionn.tasks import checked_count, ungrouped
 
 _WAY_OUT = "give inputs that the model takes with compilation.warm_up(inputs=...)"
 
 
-async def warm_up(renewal: Renewal, arguments: Arguments, runs: int, inputs: Mapping[str, Any] | None = None) -> None:
+async def warm_up(kept_model: KeptModel, arguments: Arguments, runs: int, inputs: Mapping[str, Any] | None = None) -> None:
     """Run the model `runs` times on each of its instances. See `Compilation.warm_up`."""
     runs = checked_count("warm_up: runs", runs, 1)
-    renewal.check_usable()
+    kept_model.check_usable()
     if inputs is not None:
         check_mapping(inputs)
-    instances = renewal.request.options.instances
+    instances = kept_model.request.options.instances
     executor = Executor(arguments, Frames(instances), None)
     try:
-        await renewal.live()  # the shapes of a model with mode "jit" may be known from then on only
-        given = made_up_inputs(renewal.model, _WAY_OUT) if inputs is None else inputs
+        await kept_model.live()  # the shapes of a model with mode "jit" may be known from then on only
+        given = made_up_inputs(kept_model.model, _WAY_OUT) if inputs is None else inputs
         for _ in range(runs):
-            await _side_by_side(instances, partial(_run, renewal, executor, given))
+            await _side_by_side(instances, partial(_run, kept_model, executor, given))
     except ExecutionError as error:
         if inputs is not None:
             raise
@@ -66,7 +66,7 @@ async def _side_by_side(instances: int, run: Callable[[], Awaitable[None]]) -> N
         raise errors[0]
 
 
-async def _run(renewal: Renewal, executor: Executor, given: Mapping[str, Any]) -> None:
+async def _run(kept_model: KeptModel, executor: Executor, given: Mapping[str, Any]) -> None:
     inputs = dict(given)
     call = Call(inputs, {}, CallOptions(), inputs)
-    await execution_of(executor, control_route(renewal, counted=False), call).run()
+    await execution_of(executor, control_route(kept_model, counted=False), call).run()

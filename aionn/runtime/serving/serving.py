@@ -23,7 +23,7 @@ them. First each member prepares a `Change`. If anything fails before the commit
     abort     free what was prepared                             in place of the commit
 
 Invariants
-    `serving` is replaced by `swap`, and by `Renewal` after a driver's death or idle time. It is never set back to a dead one.
+    `serving` is replaced by `swap`, and by `KeptModel` after a driver's death or idle time. It is never set back to a dead one.
     While the gate is closed no execution enters `serving`, and it is closed for a bounded time.
 """
 

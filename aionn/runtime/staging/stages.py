@@ -38,9 +38,9 @@ from aionn.errors import AionnError, CallerError, CompilationError, DeadlineErro
 from aionn.runtime.preparing import background
 from aionn.runtime.preparing.background import version_of
 from aionn.runtime.preparing.compile_acts import CompileRequest, load, wanted_of
+from aionn.runtime.preparing.kept_model import stage_devices
 from aionn.runtime.preparing.partition import prepare_on
 from aionn.runtime.preparing.preparation import Found
-from aionn.runtime.preparing.renewal import stage_devices
 from aionn.runtime.processes.devices import Devices
 from aionn.runtime.record import LOOKING, CompilationRecord, Progress, about, current
 from aionn.runtime.serving.planned_model import Prepared

@@ -21,7 +21,7 @@ from aionn.errors import AionnError, CallerError, CompilationError, DeadlineErro
 from aionn.hal.model import Model
 from aionn.runtime.preparing import background
 from aionn.runtime.preparing.compile_acts import CacheChoice, digested, read
-from aionn.runtime.preparing.renewal import Renewal
+from aionn.runtime.preparing.kept_model import KeptModel
 from aionn.runtime.record import Progress
 from aionn.runtime.serving.serving import CompiledModel, NotNowError, Serving
 from aionn.runtime.staging.measuring import RUN_TIMEOUT_S, Inputs, Run, Samples, guessed_inputs, samples_of
@@ -38,7 +38,7 @@ class NewModel:
     """What an app's new version of a compilation's model needs to take over.
 
     Attributes:
-        renewal: keeps the model before prepared.
+        kept_model: keeps the model before prepared.
         staging: makes better stages, or None.
         begin_stages: starts a new staging.
         run: runs inputs on one prepared model.
@@ -46,7 +46,7 @@ class NewModel:
         static: whether all shapes of the model are known.
     """
 
-    renewal: Renewal
+    kept_model: KeptModel
     staging: Staging | None
     begin_stages: Callable[[Sequence[Stage], StagePolicy], None]
     run: Run
@@ -56,21 +56,21 @@ class NewModel:
 
 async def swap_model(target: NewModel, model: Model, timeout_s: float | None) -> None:
     """See `Runtime.swap`."""
-    renewal, staging, compiled = target.renewal, target.staging, target.renewal.compiled
+    kept_model, staging, compiled = target.kept_model, target.staging, target.kept_model.compiled
     if not isinstance(model, Model):
         raise CallerError(f"swap takes an aionn.Model, not {type(model).__name__}; open one with await aionn.Model.load(path)")
-    cache = renewal.request.cache
+    cache = kept_model.request.cache
     if cache is not None:
-        await digested(renewal.session.devices, model)
-    await read(renewal.session.devices, model)
-    _check_border(renewal.model, model)
-    serving = await renewal.live()
+        await digested(kept_model.session.devices, model)
+    await read(kept_model.session.devices, model)
+    _check_border(kept_model.model, model)
+    serving = await kept_model.live()
     policy = StagePolicy() if staging is None else staging.policy
-    request = renewal.request.of(model, None if cache is None else CacheChoice(cache.store, model.token)).without_deadline()
+    request = kept_model.request.of(model, None if cache is None else CacheChoice(cache.store, model.token)).without_deadline()
     last = target.last_inputs()  # before the compile, during which later executions may use the frames
-    with _sampled(compiled, renewal.model) as samples, Progress(renewal.record, serving.device):
+    with _sampled(compiled, kept_model.model) as samples, Progress(kept_model.record, serving.device):
         effort = background.Effort(policy.threads, math.inf if timeout_s is None else timeout_s, policy.backend)
-        made = await background.make(renewal.session.devices, renewal.devices_of(serving), request, effort)
+        made = await background.make(kept_model.session.devices, kept_model.devices_of(serving), request, effort)
         made.prepared.remember(model)
     better = Serving(made.prepared, model, compiled.use)
     try:
@@ -84,14 +84,14 @@ async def swap_model(target: NewModel, model: Model, timeout_s: float | None) ->
             except NotNowError:
                 if attempt == _TRIES - 1:
                     raise
-        renewal.request = request
+        kept_model.request = request
     except BaseException:
         if compiled.serving is not better:
             made.prepared.release()
         raise
     finally:
         if staging is not None and staging.over:
-            target.begin_stages(stages_after(staging, compiled.serving, renewal.record), policy)
+            target.begin_stages(stages_after(staging, compiled.serving, kept_model.record), policy)
 
 
 @contextmanager
@@ -124,13 +124,13 @@ async def _try(target: NewModel, better: Serving, recent: Sequence[Inputs]) -> N
         if failed is None:
             tried = True
             continue
-        before = target.renewal.compiled.serving
+        before = target.kept_model.compiled.serving
         if before is None or not before.alive or await _failure(target.run, before, inputs) is None:
             raise CompilationError(f"the new model cannot run: {failed}", reason=str(failed)) from failed
     if tried:
         return
     failed = None
-    for inputs in guessed_inputs(target.renewal.model):
+    for inputs in guessed_inputs(target.kept_model.model):
         failed = await _failure(target.run, better, inputs)
         if failed is None:
             return

@@ -33,7 +33,7 @@ from aionn.runtime.executing.execution import Channel, Executor, FallsBack, betw
 from aionn.runtime.executing.frame_layout import FrameLayout, Shapes
 from aionn.runtime.executing.frames import Frames
 from aionn.runtime.executing.link import Link, LinkOptions, open_link, release
-from aionn.runtime.preparing.renewal import Renewal
+from aionn.runtime.preparing.kept_model import KeptModel
 from aionn.runtime.processes.spawning import DEFAULT_HANG_S
 from aionn.runtime.serving.serving import Rest, Serving
 from aionn.tasks import call_soon_from_anywhere
@@ -64,12 +64,12 @@ class BurstConnection:
 
     needs_gap = False
 
-    def __init__(self, renewal: Renewal, executor: Executor, options: LinkOptions) -> None:
-        self._renewal = renewal
-        self._compiled = renewal.compiled
+    def __init__(self, kept_model: KeptModel, executor: Executor, options: LinkOptions) -> None:
+        self._kept_model = kept_model
+        self._compiled = kept_model.compiled
         self._options = options
-        self._link_to = partial(open_link, compiled=renewal.compiled, frames=executor.frames, options=options, counts=executor.counts)
-        self.session = renewal.session
+        self._link_to = partial(open_link, compiled=kept_model.compiled, frames=executor.frames, options=options, counts=executor.counts)
+        self.session = kept_model.session
         self.executor = executor
         self.link: Link | None = None
         self.usual: tuple[FrameLayout, FramePool, Link] | tuple[None, None, None] = _NOTHING
@@ -127,7 +127,7 @@ class BurstConnection:
         finally:
             self.end()
             if not self._compiled.closed:
-                self.session.tasks.start_soon(self._renewal.store_tuned, name="better artifact")
+                self.session.tasks.start_soon(self._kept_model.store_tuned, name="better artifact")
 
     def end(self) -> None:
         """Close without waiting. What `aclose` has begun is not done twice."""
@@ -212,7 +212,7 @@ class BurstConnection:
                 self.link = None if self.link is link else self.link
                 continue
             with self._compiled.use.hold():
-                serving = await self._renewal.live(deadline_ns)
+                serving = await self._kept_model.live(deadline_ns)
                 with trace.span("burst.connect", device=serving.device, stage=serving.stage, **trace_of(self)):
                     link = await self._link_to(serving)
                 if serving is self._compiled.serving and self._open:
@@ -258,7 +258,7 @@ class BurstConnection:
 
 def trace_of(connection: BurstConnection) -> dict[str, Any]:
     """Return what a trace says of a burst."""
-    return {"model": connection._renewal.record.name, "burst": connection._options.name}
+    return {"model": connection._kept_model.record.name, "burst": connection._options.name}
 
 
 class Connections:
@@ -268,20 +268,20 @@ class Connections:
     once more, so the summaries together have every frame that was dropped.
 
     Attributes:
-        renewal: keeps the model prepared.
+        kept_model: keeps the model prepared.
         arguments: how arguments are laid out.
     """
 
-    def __init__(self, renewal: Renewal, arguments: Arguments, fallback: FallsBack | None = None) -> None:
+    def __init__(self, kept_model: KeptModel, arguments: Arguments, fallback: FallsBack | None = None) -> None:
         """`fallback`: of the app's executions, or None."""
-        self.renewal = renewal
+        self.kept_model = kept_model
         self._fallback = fallback
         self.arguments = arguments
-        self._slot = renewal.session.page.slot(Kind.COMPILATION, renewal.record.name, parent=renewal.session.record.slot)
+        self._slot = kept_model.session.page.slot(Kind.COMPILATION, kept_model.record.name, parent=kept_model.session.record.slot)
         self._bursts: list[tuple[str, BurstSlot, weakref.ref[BurstConnection]]] = []
         self._seen: dict[int, tuple[int, int]] = {}
         self._beats = 0
-        renewal.session.record.each_beat.append(weakref.WeakMethod(self._beat))
+        kept_model.session.record.each_beat.append(weakref.WeakMethod(self._beat))
 
     def __iter__(self) -> Iterator[BurstConnection]:
         return iter([connection for _, _, found in self._bursts if (connection := found()) is not None])
@@ -289,7 +289,7 @@ class Connections:
     @property
     def static(self) -> bool:
         """Whether all shapes of the model are known, so that its frames have one size."""
-        model = self.renewal.model
+        model = self.kept_model.model
         return all(operand.size_bytes is not None for operand in (*model.inputs.values(), *model.outputs.values()))
 
     def _beat(self) -> None:
@@ -314,8 +314,8 @@ class Connections:
             frames[name] += max(0, now[0] - before[0]) + max(0, now[1] - before[1])
         for name in dropped:
             if dropped[name]:
-                event = DropsSummary(compilation=self.renewal.record.name, burst=name, dropped=dropped[name], frames=frames[name])
-                self.renewal.record.publish(event)
+                event = DropsSummary(compilation=self.kept_model.record.name, burst=name, dropped=dropped[name], frames=frames[name])
+                self.kept_model.record.publish(event)
         gone = [one for one in self._bursts if one[2]() is None]
         for one in gone:
             self._bursts.remove(one)
@@ -328,22 +328,22 @@ class Connections:
             in_flight: so many frames of each size may be pinned.
             kind: what the page shows it as. burst: its name.
         """
-        renewal = self.renewal
-        serving, device = renewal.compiled.serving, renewal.device
+        kept_model = self.kept_model
+        serving, device = kept_model.compiled.serving, kept_model.device
         now = device, device if serving is None else serving.stage
-        shown = Shown(renewal.session.record, kind, self._slot, renewal.record.name, now, burst)
-        return Executor(self.arguments, Frames(in_flight), renewal.compiled, shown.counts, fallback=self._fallback, shown=shown)
+        shown = Shown(kept_model.session.record, kind, self._slot, kept_model.record.name, now, burst)
+        return Executor(self.arguments, Frames(in_flight), kept_model.compiled, shown.counts, fallback=self._fallback, shown=shown)
 
     def new(self, depth: int, anticipate: bool = False, name: str | None = None) -> BurstConnection:
         """Return the connection of a new burst, not yet open. Its queues suit the model.
 
         `name`: of a burst of the app, perhaps empty. None for the burst behind `Compilation.compute`.
         """
-        low_power = self.renewal.request.options.preference is ExecutionPreference.LOW_POWER
-        patience_s = (self.renewal.session.devices.settings.hang_s or DEFAULT_HANG_S) + _AFTER_A_VERDICT_S
+        low_power = self.kept_model.request.options.preference is ExecutionPreference.LOW_POWER
+        patience_s = (self.kept_model.session.devices.settings.hang_s or DEFAULT_HANG_S) + _AFTER_A_VERDICT_S
         options = LinkOptions(depth, low_power, patience_s, anticipate, name or "")
         connection = BurstConnection(
-            self.renewal, self.executor(depth + 1, Kind.SINGLE if name is None else Kind.BURST, name or ""), options
+            self.kept_model, self.executor(depth + 1, Kind.SINGLE if name is None else Kind.BURST, name or ""), options
         )
         self._bursts.append((name or "", connection.executor.counts, weakref.ref(connection)))
         return connection
@@ -351,7 +351,7 @@ class Connections:
     def close(self) -> None:
         """Take the compilation off the app's statistics page."""
         self._publish_drops()
-        self.renewal.session.page.free(self._slot)
+        self.kept_model.session.page.free(self._slot)
 
 
 class BurstChange:

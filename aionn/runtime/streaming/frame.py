@@ -122,9 +122,8 @@ class Frame(AsyncOnly, Mapping[str, NDArray[Any]]):
 
     def _give_up(self, why: str) -> tuple[FrameLayout, memory_pool.MemoryFrame] | None:
         """Return the lease, which this frame no longer has. `why` is said to an app that uses the frame from now on."""
-        lease: tuple[FrameLayout, memory_pool.MemoryFrame] | None = vars(self).pop(
-            "_lease", None
-        )  # at once, since two threads may ask for it
+        # At once, since two threads may ask for it.
+        lease: tuple[FrameLayout, memory_pool.MemoryFrame] | None = vars(self).pop("_lease", None)
         if lease is not None:
             self._unusable = why
             for view in self._views.values():

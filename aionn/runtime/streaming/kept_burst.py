@@ -61,9 +61,9 @@ class KeptBurst:
 
     def __init__(self, connections: Connections) -> None:
         self._connections = connections
-        self._renewal = connections.renewal
-        self._compiled = connections.renewal.compiled
-        self._loop = connections.renewal.session.loop
+        self._kept_model = connections.kept_model
+        self._compiled = connections.kept_model.compiled
+        self._loop = connections.kept_model.session.loop
         self.connection: BurstConnection | None = None
         self._burst: Burst | None = None
         self._large: Executor | None = None
@@ -81,7 +81,7 @@ class KeptBurst:
     ) -> Outputs:
         """See `Compilation.compute`."""
         if self._burst is None or self._compiled.closed or _get_running_loop() is not self._loop:
-            self._renewal.check_usable()
+            self._kept_model.check_usable()
         if type(inputs) is not dict:
             check_mapping(inputs)
             inputs = dict(inputs)  # the frame of a burst is a mapping, too; here it is one like any other
@@ -106,7 +106,7 @@ class KeptBurst:
             self._leave()
 
     async def _traced(self, call: Coroutine[Any, Any, Outputs]) -> Outputs:
-        with trace.span("compute", device=self._renewal.device, model=self._renewal.record.name):
+        with trace.span("compute", device=self._kept_model.device, model=self._kept_model.record.name):
             return await call
 
     async def _without_packets(self, call: Call) -> Outputs:
@@ -117,7 +117,7 @@ class KeptBurst:
         with anyio.CancelScope() as scope:
             self._calls.add(scope)
             try:
-                found = await execution_of(executor, control_route(self._renewal), call).run()
+                found = await execution_of(executor, control_route(self._kept_model), call).run()
             except BaseException as error:
                 executor.ended(error)
                 raise
@@ -126,7 +126,7 @@ class KeptBurst:
                 if not self._calls and self._none_left is not None:
                     self._none_left.set()
             if executor.shown is not None:
-                executor.shown.on(self._renewal.device, found.stage)
+                executor.shown.on(self._kept_model.device, found.stage)
             if not executor.arguments.values:
                 return _own(found, call.outputs)
             self.last_inputs = call.inputs
@@ -137,13 +137,13 @@ class KeptBurst:
 
     async def _turn(self, deadline_ns: int | None) -> None:
         """Wait for a place in the burst. First come, first served."""
-        self._renewal.check_usable()
+        self._kept_model.check_usable()
         turn: asyncio.Future[None] = self._loop.create_future()
         self._turns[turn] = None
         try:
             with ending_by(deadline_ns, _LATE):
                 await turn
-            self._renewal.check_usable()
+            self._kept_model.check_usable()
         except BaseException as error:
             executor = self._large if self.connection is None else self.connection.executor
             if executor is not None:
@@ -181,7 +181,7 @@ class KeptBurst:
     def close_if_idle(self) -> None:
         """Close the burst if no call has come since the last look, and nothing is under way. Else look again later."""
         connection = self.connection
-        if connection is None or self._renewal.session.inherited:
+        if connection is None or self._kept_model.session.inherited:
             return
         if self._used or self._places < DEPTH or (connection.link is not None and connection.link.in_flight):
             self._used = False
@@ -189,7 +189,7 @@ class KeptBurst:
             return
         self.last_inputs = connection.executor.frames.last_inputs()
         self._end()
-        trace.count("compute.idle", model=self._renewal.record.name)
+        trace.count("compute.idle", model=self._kept_model.record.name)
 
     async def aclose(self) -> None:
         """Close for good. Calls that wait end with `CallerError`. Those under way are given `CLOSE_S` to be answered."""
@@ -223,7 +223,7 @@ class KeptBurst:
         self._end()
         if self._large is not None:
             self._large.frames.close()
-            self._renewal.session.page.free(self._large.counts)
+            self._kept_model.session.page.free(self._large.counts)
             self._large = None
 
     def _end(self) -> None:

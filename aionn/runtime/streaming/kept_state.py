@@ -25,7 +25,7 @@ from aionn.runtime.executing.device_buffers import BufferPair
 from aionn.runtime.executing.device_memory import DeviceMemory, state_of
 from aionn.runtime.executing.device_roles import DeviceRoles, Part
 from aionn.runtime.executing.frame_layout import as_array
-from aionn.runtime.preparing.renewal import Renewal
+from aionn.runtime.preparing.kept_model import KeptModel
 
 logger = logging.getLogger("aionn.runtime")
 
@@ -44,7 +44,7 @@ class KeptState:
     """
 
     def __init__(
-        self, renewal: Renewal, roles: Roles, names: Mapping[str, str], initial: Mapping[str, Any] | None, stream: str = ""
+        self, kept_model: KeptModel, roles: Roles, names: Mapping[str, str], initial: Mapping[str, Any] | None, stream: str = ""
     ) -> None:
         """Check what the app gives.
 
@@ -56,7 +56,7 @@ class KeptState:
         Raises:
             CallerError: names, types or shapes do not fit the model.
         """
-        self._renewal = renewal
+        self._kept_model = kept_model
         self._roles = roles
         self._names = _checked_names(names)
         given = dict(initial or {})
@@ -66,7 +66,7 @@ class KeptState:
         self.initial: Arrays = {}
         for name, output in self._names.items():
             DeviceRoles([roles((name,), (output,))], None)  # refuses names, types and shapes that do not go together
-            self.initial[name] = _first(name, renewal.model.inputs[name], given.get(name))
+            self.initial[name] = _first(name, kept_model.model.inputs[name], given.get(name))
         self.kept = dict(self.initial)
         self.inputs: dict[str, DeviceMemory] = {}
         self.outputs: dict[str, DeviceMemory] = {}
@@ -127,7 +127,7 @@ class KeptState:
         if self._lost:
             self._lost = False
             self.recovered += 1
-            device, took_ms = self._renewal.device, (time.monotonic_ns() - began_ns) / 1e6
+            device, took_ms = self._kept_model.device, (time.monotonic_ns() - began_ns) / 1e6
             named = {"aionn_device": device, "aionn_burst": self._stream}
             logger.info("device %r has the state of a stream again after %.0f ms", device, took_ms, extra=named)
             trace.count("recurrent.recovered", device=device)
@@ -137,7 +137,7 @@ class KeptState:
         async with AsyncExitStack() as made:
             for name, output in self._names.items():
                 # The roles are made anew each time, because the model may have been swapped.
-                memory = await allocate([self._renewal], DeviceRoles([self._roles((name,), (output,))], None), None)
+                memory = await allocate([self._kept_model], DeviceRoles([self._roles((name,), (output,))], None), None)
                 memories[name] = await made.enter_async_context(memory)
             made.pop_all()
         self.inputs = memories

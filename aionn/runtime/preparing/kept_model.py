@@ -1,4 +1,4 @@
-"""`Renewal`: keeps the model of one compilation prepared. It prepares it at the first use, and anew when its driver has died.
+"""`KeptModel`: keeps the model of one compilation prepared. It prepares it at the first use, and anew when its driver has died.
 
 A model that was given back after idle time (`Idling`) is prepared anew in the same way.
 
@@ -9,14 +9,14 @@ have to be locked for as long as the app does not execute. And an artifact that 
 What is promised holds: one compile however many callers wait, read and written under the entry's locks, through descriptors that the
 driver keeps until it is done.
 
-Bursts and device memories hold the renewal, so a compilation stays usable while one of them lives. The tasks of the runtime do not
+Bursts and device memories hold the kept model, so a compilation stays usable while one of them lives. The tasks of the runtime do not
 hold it. When it is collected, the driver frees the model.
 
 `Idling` gives the driver's memory of a compilation back while the app does not use it (`compile(idle_s=)`). A task looks at the compilation
 `LOOKS` times within `idle_s`. It compares counters that exist anyway, so an execution pays nothing. After `LOOKS` looks in a row without a
 use, everything that the compilation has in its driver is freed: the links of open bursts, then the prepared model. The `Serving` is marked
 `asleep`. From then on it is treated like one whose driver has died: the next use finds it not alive, prepares the model again
-(`Renewal.live`), and bursts connect anew. Between the last look and the mark nothing is awaited, so a use comes before all of it or after
+(`KeptModel.live`), and bursts connect anew. Between the last look and the mark nothing is awaited, so a use comes before all of it or after
 all of it.
 
 A driver process in which nothing is left is ended, by the same task. While the compilation sleeps, the task looks for such processes.
@@ -64,7 +64,7 @@ _FALL_BACK_ON = (CompilationError, DeviceUnavailableError, DriverDiedError, Driv
 """Errors of a better device after which the next one is tried."""
 
 
-class Renewal:
+class KeptModel:
     """The prepared model of one compilation.
 
     Attributes:
