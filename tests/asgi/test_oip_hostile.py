@@ -204,7 +204,7 @@ def test_the_same_json_with_texts_of_other_lengths(served: OipServed) -> None:
 def test_a_body_that_trickles_is_refused_in_the_end(served: OipServed, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each byte comes in time, and so the server never waits for long."""
     with monkeypatch.context() as patch, connected(served) as stream:
-        patch.setattr("aionn.asgi.open_inference.oip.BODY_S", 0.5)
+        patch.setattr("aionn.asgi.open_inference.inference.BODY_S", 0.5)
         stream.sendall(head("mymodel", f"Content-Length: {LIMIT}"))
         while not select.select([stream], [], [], 0.01)[0]:
             stream.sendall(b" ")

@@ -311,7 +311,7 @@ def test_clients_that_stall_do_not_hold_up_others(served: OipServed) -> None:
 
 def test_a_body_that_stalls_is_refused_in_the_end(served: OipServed, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first has no JSON yet, the second a frame, and the third waits for small tensors."""
-    monkeypatch.setattr("aionn.asgi.open_inference.oip.BODY_S", 0.3)
+    monkeypatch.setattr("aionn.asgi.open_inference.inference.BODY_S", 0.3)
     large, _ = body(raw({"name": "index", "shape": [2**16], "datatype": "INT64"}, 2**19))
     small, _ = body(raw({"name": "index", "shape": [2], "datatype": "INT64"}, 16))
     for text, more in ((b"{", 0), (large, 2**19), (small, 16)):

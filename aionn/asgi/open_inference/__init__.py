@@ -4,7 +4,7 @@
 
 The protocol has metadata, health and inference with tensors as JSON or as raw bytes. NVIDIA's `tritonclient` speaks it.
 
-    oip         the routes, and what each of them answers; a request for inference is read, computed, answered
+    inference   `oip`: the routes, and what each of them answers; a request for inference is read, computed, answered
     targets     the models by name: a compilation, its burst, its counts, and calls that survive the death of a driver
     incoming    the body of a request, in chunks, up to a limit of size and time, and of memory for all bodies together
     tensors     tensors as JSON and as raw bytes; what the JSON of a request asks of a model; no I/O
@@ -17,6 +17,6 @@ Invariants
     No request reads what another has left in a frame, because every input is checked to be there before one is leased.
 """
 
-from aionn.asgi.open_inference.oip import oip
+from aionn.asgi.open_inference.inference import oip
 
 __all__ = ["oip"]
