@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import anyio
+import anyio.lowlevel
 import numpy as np
 import pytest
 
@@ -183,6 +184,49 @@ async def test_a_cancelled_start_and_a_closed_compilation_leave_nothing(chains: 
                 await event
         assert len(chains) == 11
         del events, event, late
+
+
+@pytest.mark.parametrize("end", ["cancelled", "dead"])
+async def test_the_frame_of_a_chain_stays_until_no_driver_can_touch_it(end: str, chains: list[int], gate: int) -> None:
+    """The tensors between the steps lie in it. Its last step may still run when the event is over."""
+    x = numbers((1, 16))
+    with FakeDevice(LeftFake) as left, FakeDevice(RightFake) as right:
+        async with compiled(chain(("left", "right")), LEFT, RIGHT) as (_, compilation):
+            np.testing.assert_array_equal((await compilation.start({"input": x}))["output"], x)
+            frames = compilation._parts.starts.executor.frames
+            assert frames.count()["pinned_frames"] == 0
+            right.hang("run")
+            event = compilation.start({"input": x})
+            await right.heard("run")
+            if end == "cancelled":
+                event.cancel()
+            else:
+                left.crash("run")
+                with pytest.raises(aionn.DriverDiedError):
+                    await compilation.start({"input": x})
+            for _ in range(20):
+                await anyio.lowlevel.checkpoint()
+            assert frames.count()["pinned_frames"] == 1
+            right.behave()
+            with anyio.fail_after(30):
+                while frames.count()["pinned_frames"]:
+                    await anyio.lowlevel.checkpoint()
+            assert len(chains) == 2 + (end == "dead")
+
+
+async def test_a_start_before_it_is_known_that_a_plan_runs_moves_to_a_frame_with_room(chains: list[int]) -> None:
+    async with leak_check(), aionn.Runtime() as runtime:
+        compilation = await runtime.compile(aionn.Model.from_onnx(woven((2, 3))), devices=(REF, ORT), mode="jit")
+        x, y = numbers((2, 3)), numbers((2, 3), 1)
+        given = x.copy()
+        event = compilation.start({"x": given, "y": y})
+        given[:] = 0  # it was copied at once
+        outputs = await event
+        for name, expected in woven_outputs(x, y).items():
+            np.testing.assert_allclose(outputs[name], expected, rtol=1e-6)
+        assert len(plan_of(compilation).steps) == 4
+        del event, outputs
+    assert len(chains) == 1
 
 
 async def test_many_starts_share_the_memory_of_few(chains: list[int]) -> None:

@@ -134,6 +134,26 @@ async def test_a_burst_follows_swaps_from_a_plan_to_a_simple_model_and_back() ->
         assert kinds == [PlannedLink, Link, PlannedLink]
 
 
+async def test_a_frame_that_was_leased_before_a_swap_to_a_plan_is_copied_into_one_with_room() -> None:
+    x, y = numbers((3, 5), 1), numbers((3, 5), 2)
+    async with leak_check(), aionn.Runtime() as runtime:
+        model = aionn.Model.from_onnx(woven((3, 5)))
+        compilation = await runtime.compile(model, devices=("onnxruntime",))
+        plan = await runtime.compile(model, devices=(REF, ORT))
+        async with compilation.burst() as burst, burst.frame() as frame:
+            frame["x"][:], frame["y"][:] = x, y
+            np.testing.assert_array_equal((await burst.compute(frame))["end"], woven_outputs(x, y)["end"])
+            await compilation._parts.compiled.swap(serving_of(plan))
+            for _ in range(2):
+                np.testing.assert_array_equal((await burst.compute(frame))["end"], woven_outputs(x, y)["end"])
+            np.testing.assert_array_equal(frame["x"], x)
+            async with burst.frame() as roomy:
+                roomy["x"][:], roomy["y"][:] = x, y
+                copied = burst.statistics()["copied_bytes"]
+                np.testing.assert_array_equal((await burst.compute(roomy))["end"], woven_outputs(x, y)["end"])
+                assert burst.statistics()["copied_bytes"] == copied, "sent as it is"
+
+
 async def test_a_state_that_lives_in_the_steps_of_one_device_stays_there() -> None:
     async with (
         compiled(recurrent(), REF, ORT) as (_, compilation),
