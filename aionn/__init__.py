@@ -53,9 +53,9 @@ if _typing.TYPE_CHECKING:
     from aionn.memory.hardware_buffer import PlaneLayout as PlaneLayout
     from aionn.memory.memory import Memory as Memory
     from aionn.runtime.compilation import Compilation as Compilation
+    from aionn.runtime.executing.arguments import Outputs as Outputs
     from aionn.runtime.executing.device_memory import DeviceMemory as DeviceMemory
     from aionn.runtime.executing.event import Event as Event
-    from aionn.runtime.executing.frame_layout import Outputs as Outputs
     from aionn.runtime.health import Health as Health
     from aionn.runtime.health import HealthPolicy as HealthPolicy
     from aionn.runtime.loop import run as run
@@ -85,7 +85,7 @@ else:
         "aionn.memory.memory": "Memory",
         "aionn.runtime.compilation": "Compilation",
         "aionn.runtime.executing.event": "Event",
-        "aionn.runtime.executing.frame_layout": "Outputs",
+        "aionn.runtime.executing.arguments": "Outputs",
         "aionn.runtime.executing.device_memory": "DeviceMemory",
         "aionn.runtime.health": "Health HealthPolicy",
         "aionn.runtime.loop": "run",

@@ -26,7 +26,7 @@ from aionn.cli.printing import NotDoneError, UsageError, duration, error_console
 from aionn.cli.tracing import check_output
 from aionn.errors import ExecutionError
 from aionn.escapes import escaped
-from aionn.runtime.executing.made_up import made_up_array
+from aionn.runtime.executing.warming import made_up_array
 
 Arrays = dict[str, NDArray[Any]]
 

@@ -23,13 +23,11 @@ from aionn.graph.steps import Step
 from aionn.hal.model import Model
 from aionn.hal.options import CallOptions
 from aionn.hal.types import ExecutionPreference, Priority
-from aionn.runtime.executing.allocating import allocate
-from aionn.runtime.executing.arguments import Arguments
+from aionn.runtime.executing.arguments import Arguments, Outputs
 from aionn.runtime.executing.control import fixed_route
-from aionn.runtime.executing.device_memory import DeviceMemory
+from aionn.runtime.executing.device_memory import DeviceMemory, allocate
 from aionn.runtime.executing.device_roles import DeviceRoles, Part, part_of
 from aionn.runtime.executing.execution import Call, Executor
-from aionn.runtime.executing.frame_layout import Outputs
 from aionn.runtime.executing.frames import Frames
 from aionn.runtime.executing.link import CLOSE_S
 from aionn.runtime.executing.retrying import Retries, retried

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 import aionn
 from aionn.errors import CallerError
-from aionn.runtime.executing.frame_layout import as_array
+from aionn.runtime.executing.arguments import as_array
 from aionn.testing import FakeDevice
 from aionn.testing.models import identity_model
 

@@ -21,8 +21,7 @@ from aionn.hal.types import OutputShape
 from aionn.memory import limits
 from aionn.memory.region import Region
 from aionn.runtime.executing import frames
-from aionn.runtime.executing.arguments import Arguments
-from aionn.runtime.executing.frame_layout import FrameLayout
+from aionn.runtime.executing.arguments import Arguments, FrameLayout
 from aionn.testing.models import identity_model
 from tests.leaks import driver_pids, leak_check
 from tests.real_models import carried

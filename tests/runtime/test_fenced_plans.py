@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import aionn
+from aionn.remote.device import RemotePreparedModel
 from aionn.remote.fences import outcome_of
 from aionn.runtime.executing import fenced_plan
 from aionn.runtime.serving.planned_execution import PlannedExecution
@@ -214,19 +215,49 @@ async def test_the_frame_of_a_chain_stays_until_no_driver_can_touch_it(end: str,
             assert len(chains) == 2 + (end == "dead")
 
 
+async def test_no_step_is_sent_once_the_event_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second step is left to be sent with the answer of the first, which comes last."""
+    x, sent = numbers((1, 16)), []
+    start = RemotePreparedModel.start_fenced
+
+    def noted(prepared: RemotePreparedModel, *arguments: Any) -> Any:
+        sent.append(prepared.device.name)
+        return start(prepared, *arguments)
+
+    monkeypatch.setattr(PlannedExecution, "expect", lambda planned, number: None)
+    with FakeDevice(LeftFake) as left, FakeDevice(RightFake):
+        async with leak_check(), compiled(chain(("left", "right")), LEFT, RIGHT) as (_, compilation):
+            monkeypatch.setattr(RemotePreparedModel, "start_fenced", noted)
+            np.testing.assert_array_equal((await compilation.start({"input": x}))["output"], x)
+            left.hang("run")
+            event = compilation.start({"input": x})
+            await left.heard("run")
+            event.cancel()
+            left.behave()
+            frames = compilation._parts.starts.executor.frames
+            with anyio.fail_after(30):
+                while frames.count()["pinned_frames"]:
+                    await anyio.lowlevel.checkpoint()
+            assert sent == [LEFT, RIGHT, LEFT]
+            del event
+
+
 async def test_a_start_before_it_is_known_that_a_plan_runs_moves_to_a_frame_with_room(chains: list[int]) -> None:
     async with leak_check(), aionn.Runtime() as runtime:
         compilation = await runtime.compile(aionn.Model.from_onnx(woven((2, 3))), devices=(REF, ORT), mode="jit")
-        x, y = numbers((2, 3)), numbers((2, 3), 1)
-        given = x.copy()
-        event = compilation.start({"x": given, "y": y})
-        given[:] = 0  # it was copied at once
-        outputs = await event
-        for name, expected in woven_outputs(x, y).items():
-            np.testing.assert_allclose(outputs[name], expected, rtol=1e-6)
+        y, given = numbers((2, 3), 1), np.empty((2, 3), np.float32)
+        events = []
+        for number in range(8):  # without the room, what lies between the steps of one is written over the inputs of the next
+            given[:] = numbers((2, 3), number)  # copied at once
+            events.append(compilation.start({"x": given, "y": y}))
+        for number, event in enumerate(events):
+            outputs = await event
+            for name, expected in woven_outputs(numbers((2, 3), number), y).items():
+                np.testing.assert_allclose(outputs[name], expected, rtol=1e-6)
+            del outputs
         assert len(plan_of(compilation).steps) == 4
-        del event, outputs
-    assert len(chains) == 1
+        del event, events
+    assert len(chains) == 8
 
 
 async def test_many_starts_share_the_memory_of_few(chains: list[int]) -> None:

@@ -140,13 +140,17 @@ async def test_a_frame_that_was_leased_before_a_swap_to_a_plan_is_copied_into_on
         model = aionn.Model.from_onnx(woven((3, 5)))
         compilation = await runtime.compile(model, devices=("onnxruntime",))
         plan = await runtime.compile(model, devices=(REF, ORT))
-        async with compilation.burst() as burst, burst.frame() as frame:
+        async with compilation.burst() as burst, burst.frame() as frame, burst.frame() as other:
             frame["x"][:], frame["y"][:] = x, y
+            other["x"][:], other["y"][:] = y, y
             np.testing.assert_array_equal((await burst.compute(frame))["end"], woven_outputs(x, y)["end"])
             await compilation._parts.compiled.swap(serving_of(plan))
             for _ in range(2):
                 np.testing.assert_array_equal((await burst.compute(frame))["end"], woven_outputs(x, y)["end"])
-            np.testing.assert_array_equal(frame["x"], x)
+            np.testing.assert_array_equal((await burst.compute(other))["end"], woven_outputs(y, y)["end"])
+            for leased in (frame, other):
+                np.testing.assert_array_equal(leased["x"], x if leased is frame else y)
+                np.testing.assert_array_equal(leased["y"], y)
             async with burst.frame() as roomy:
                 roomy["x"][:], roomy["y"][:] = x, y
                 copied = burst.statistics()["copied_bytes"]

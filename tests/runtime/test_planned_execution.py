@@ -17,8 +17,8 @@ from aionn import trace
 from aionn.hal import UNKNOWN_TIME_US, DataLocation, ErrorStatus, OutputShape, Request, RequestArgument, Result
 from aionn.hal.options import CallOptions
 from aionn.memory.region import Region
+from aionn.runtime.executing.arguments import Outputs
 from aionn.runtime.executing.execution import Call
-from aionn.runtime.executing.frame_layout import Outputs
 from aionn.testing import FakeDevice
 from tests.leaks import leak_check
 from tests.runtime.partial_engines import LeftFake, RightFake, UntimedFake

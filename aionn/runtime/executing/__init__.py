@@ -1,6 +1,6 @@
 """One execution: where its arguments lie, how it is sent, what it holds until the driver has answered.
 
-execution       `Execution`: one execution, from its arguments to its outputs
+execution       `Execution`: one execution, from its arguments to its outputs, and what executions are counted as
 transitions     the states of an execution, and which act leads from one to another
 retrying        calls without state, made again after their driver has died
 values          executions with strings, sequences, maps and optionals
@@ -11,16 +11,12 @@ dependencies    what a started execution depends on, and what others rely on
 control         the control call as a channel
 link            a burst's queues as a channel: its connection to one driver
 placement       arguments that do not lie in the frame
-device_memory   `DeviceMemory`: a tensor that lives in the driver, as an app uses it
-allocating      allocates device memory for one compilation or for several
+device_memory   `DeviceMemory`: a tensor that lives in the driver, as an app allocates and uses it
 device_state    what uses a device memory now, and how the memory moves to another driver at a swap
 device_buffers  the two buffers of a device memory
 device_roles    which inputs and outputs a device memory may stand for
 fallback        an execution that failed, run once more on a CPU device
-counted         what executions are counted as on the statistics page
-made_up         inputs for a model that no app has given inputs yet
-warming         runs on such inputs that nothing counts
+warming         runs that nothing counts, on inputs that are made up for a model that no app has given inputs yet
 frames          the frames of a burst, by size: allocated as needed, waited for in order, given back when superfluous
-arguments       shapes and types checked
-frame_layout    the layout of a frame for one set of shapes, and the outputs in it
+arguments       shapes and types checked, the layout of a frame for one set of shapes, and the outputs in it
 """

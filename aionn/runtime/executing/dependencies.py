@@ -17,9 +17,9 @@ from aionn.memory.limits import NO_DESCRIPTOR_LEFT, allocation_error
 from aionn.memory.memory import Memory
 from aionn.remote.device import RemoteBuffer
 from aionn.remote.fences import check_pollable
+from aionn.runtime.executing.arguments import FrameLayout
 from aionn.runtime.executing.device_memory import DeviceMemory, state_of
 from aionn.runtime.executing.event import Event, error_of, fence_of
-from aionn.runtime.executing.frame_layout import FrameLayout
 from aionn.runtime.executing.placement import Placement
 
 

@@ -8,6 +8,7 @@ A device memory is lost with its driver. The next use raises `DeviceMemoryLostEr
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
 
@@ -21,9 +22,10 @@ from aionn.hal.types import Operand, OperandType
 from aionn.memory.hardware_buffer import HardwareBuffer
 from aionn.memory.memory import Memory
 from aionn.memory.region import Region
+from aionn.runtime.executing.arguments import as_array
 from aionn.runtime.executing.device_buffers import BufferPair
+from aionn.runtime.executing.device_roles import DeviceRoles
 from aionn.runtime.executing.device_state import DeviceState, Holding
-from aionn.runtime.executing.frame_layout import as_array
 from aionn.runtime.preparing.kept_model import KeptModel
 from aionn.tasks import AsyncOnly, deadline_of, ending_by
 
@@ -291,3 +293,22 @@ def _about(kind: OperandType) -> Any:
 def state_of(memory: DeviceMemory) -> DeviceState:
     """Return the state behind a device memory, which an execution uses."""
     return memory._state
+
+
+async def allocate(kept_models: Sequence[KeptModel], roles: DeviceRoles, deadline_ns: int | None) -> DeviceMemory:
+    """Return device memory in the driver that serves. `kept_models`: of the compilations, one for each part of `roles`.
+
+    Raises:
+        CallerError: several drivers run these inputs and outputs.
+        AionnError: the driver cannot have it.
+    """
+    with ExitStack() as held:
+        for kept_model in kept_models:
+            held.enter_context(kept_model.compiled.use.hold())
+        while True:
+            servings = [await kept_model.live(deadline_ns) for kept_model in kept_models]
+            with trace.span("allocate", device=servings[0].device):
+                buffer = await roles.allocate([serving.prepared for serving in servings])
+            if all(serving is kept_model.compiled.serving for serving, kept_model in zip(servings, kept_models, strict=True)):
+                return DeviceMemory(kept_models, BufferPair([serving.prepared for serving in servings], buffer, roles))
+            buffer.release()  # another stage has been swapped in meanwhile

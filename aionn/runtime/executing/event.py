@@ -20,7 +20,7 @@ from aionn.errors import CallerError, ExecutionError, again
 from aionn.hal.types import ErrorStatus, Timing
 from aionn.memory.limits import allocation_error
 from aionn.remote.fences import make_fence, signal_fence
-from aionn.runtime.executing.frame_layout import Outputs
+from aionn.runtime.executing.arguments import Outputs
 from aionn.tasks import running_loop
 
 logger = logging.getLogger("aionn.runtime")

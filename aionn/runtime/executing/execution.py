@@ -27,23 +27,32 @@ import msgspec
 import numpy as np
 
 from aionn import trace
-from aionn.errors import AionnError, DeviceMemoryLostError, DriverDiedError, ExecutionError, OutputInsufficientSizeError
+from aionn.errors import (
+    AionnError,
+    CallerError,
+    DeadlineError,
+    DeviceMemoryLostError,
+    DriverDiedError,
+    DriverHungError,
+    ExecutionError,
+    MemoryAllocationError,
+    OutputInsufficientSizeError,
+)
 from aionn.hal.model import Model
 from aionn.hal.options import CallOptions
 from aionn.hal.types import ErrorStatus, Request, Result
 from aionn.memory.pool import FramePool, FramesInFlightError, MemoryFrame
 from aionn.memory.region import Region
-from aionn.pages.app_layout import COMPUTED, COPIED_BYTES, FAILED, FELL_BACK
+from aionn.pages.app_layout import COMPUTED, COPIED_BYTES, DIED, FAILED, FELL_BACK, HUNG, LATE, REFUSED, Kind
 from aionn.pages.app_page import BurstSlot
 from aionn.remote.device import RemoteBuffer, RemotePreparedModel
-from aionn.runtime.executing.arguments import Arguments, failure_of
-from aionn.runtime.executing.counted import Shown, count_end
+from aionn.runtime.executing.arguments import Arguments, FrameLayout, Outputs, failure_of
 from aionn.runtime.executing.device_buffers import lost_with
 from aionn.runtime.executing.device_state import DeviceState
-from aionn.runtime.executing.frame_layout import FrameLayout, Outputs
 from aionn.runtime.executing.frames import Frames, fill
 from aionn.runtime.executing.placement import Placement, check_frame, check_outputs, contents_of, is_placed, place, states_of
 from aionn.runtime.executing.transitions import AFTER, ANSWER, LEFT, PLACE, PUT_BACK, SEND, SETTLE, SETTLED, WAITING, WIDEN, Act
+from aionn.runtime.record import Record
 from aionn.runtime.serving.serving import CompiledModel, Serving
 from aionn.tasks import ending_by
 
@@ -80,6 +89,46 @@ class FallsBack(Protocol):
     async def __call__(self, serving: Serving, error: ExecutionError, result: Result, call: Call) -> Outputs | None: ...
 
 
+# What native code counts for usual frames is counted here for all other executions.
+_ENDS: tuple[tuple[type[BaseException] | tuple[type[BaseException], ...], int], ...] = (
+    (DriverHungError, HUNG),
+    (DriverDiedError, DIED),
+    (DeadlineError, LATE),
+    ((CallerError, ExecutionError, MemoryAllocationError), REFUSED),
+)
+
+
+class Shown:
+    """A slot of the page for executions, and under which texts the page shows it.
+
+    The device and the stage change with a swap. What was counted before then stays with the device and the stage before.
+
+    Attributes:
+        counts: the slot.
+    """
+
+    def __init__(self, record: Record, kind: Kind, compilation: BurstSlot, model: str, now: tuple[str, str], burst: str = "") -> None:
+        """`kind`: BURST or SINGLE. `compilation`: the slot of its compilation. `model`: the compilation's name. `now`: device and stage."""
+        page, self._runtime = record.page, record.name
+        self._page = page
+        self._past = Kind.PAST_BURSTS if kind is Kind.BURST else Kind.PAST_SINGLES
+        self._model, self._burst = page.named("model", model, self._runtime), page.named("burst", burst, self._runtime)
+        self._now = now
+        self.counts = page.slot(kind, self._model, *now, self._burst, self._runtime, parent=compilation)
+        self._count_with_past()
+
+    def on(self, device: str, stage: str) -> None:
+        """Count what comes from now on for this device and stage."""
+        if self._now == (device, stage):
+            return
+        self._now = device, stage
+        self._page.rename(self.counts, self._model, device, stage, self._burst, self._runtime)
+        self._count_with_past()
+
+    def _count_with_past(self) -> None:
+        self._page.follow(self.counts, self._page.past(self._past, self._model, *self._now, self._burst, self._runtime))
+
+
 class Executor(msgspec.Struct, frozen=True):
     """What the executions over one burst have in common, or the trials of one compilation.
 
@@ -101,8 +150,13 @@ class Executor(msgspec.Struct, frozen=True):
     shown: Shown | None = None
 
     def ended(self, error: BaseException) -> None:
-        """Count a call that ended with an error."""
-        count_end(self.counts, error, self.failures)
+        """Count a call that ended with an error, unless that was counted when the driver answered."""
+        if error in self.failures:
+            return
+        for kinds, counter in _ENDS:
+            if isinstance(error, kinds):
+                self.counts.add(counter, 1)
+                return
 
     def failure(self, serving: Serving, result: Result, inputs: Mapping[str, Any] | None) -> AionnError:
         """Count an answer that is an error, and report it. Returns what it means to the caller."""

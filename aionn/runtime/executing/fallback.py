@@ -30,10 +30,10 @@ from aionn.errors import AionnError, CallerError, DeadlineError, ExecutionError
 from aionn.hal.model import Model
 from aionn.hal.types import DeviceType, Result
 from aionn.remote.device import RemoteBuffer
+from aionn.runtime.executing.arguments import Outputs
 from aionn.runtime.executing.control import fixed_route
 from aionn.runtime.executing.device_memory import DeviceMemory
 from aionn.runtime.executing.execution import Call, Executor
-from aionn.runtime.executing.frame_layout import Outputs
 from aionn.runtime.executing.values import execution_of
 from aionn.runtime.preparing.kept_model import KeptModel
 from aionn.runtime.preparing.partition import Partition

@@ -32,7 +32,7 @@ from aionn.errors import CallerError, DeadlineError, MemoryAllocationError, agai
 from aionn.hal.types import IMemory
 from aionn.memory.pool import FramePool, FramesInFlightError, MemoryFrame
 from aionn.memory.region import Region
-from aionn.runtime.executing.frame_layout import FrameLayout, as_array
+from aionn.runtime.executing.arguments import FrameLayout, as_array
 from aionn.tasks import seconds_until
 
 TRIM_S = 2.0

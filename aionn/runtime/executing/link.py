@@ -32,8 +32,8 @@ from aionn.memory.pool import MemoryFrame
 from aionn.pages.app_layout import DRIVER_BUSY_NS
 from aionn.pages.app_page import BurstSlot
 from aionn.remote.device import RemoteBuffer, RemoteBurstContext, RemotePreparedModel
+from aionn.runtime.executing.arguments import FrameLayout
 from aionn.runtime.executing.execution import Execution
-from aionn.runtime.executing.frame_layout import FrameLayout
 from aionn.runtime.executing.frames import Frames
 from aionn.runtime.executing.placement import Placement
 from aionn.runtime.serving.serving import CompiledModel, Serving

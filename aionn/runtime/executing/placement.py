@@ -28,9 +28,9 @@ from aionn.memory.hardware_buffer import HardwareBuffer
 from aionn.memory.memory import Memory
 from aionn.memory.region import Access, Region
 from aionn.remote.device import RemoteBuffer
+from aionn.runtime.executing.arguments import FrameLayout, as_array, false_shapes
 from aionn.runtime.executing.device_memory import DeviceMemory, state_of
 from aionn.runtime.executing.device_state import DeviceState
-from aionn.runtime.executing.frame_layout import FrameLayout, as_array, false_shapes
 
 if TYPE_CHECKING:
     from aionn.runtime.serving.planned_model import Prepared

@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 
 from aionn.errors import CallerError, DeadlineError, DeviceMemoryLostError, DriverDiedError
+from aionn.runtime.executing.arguments import Outputs
 from aionn.runtime.executing.device_memory import DeviceMemory
-from aionn.runtime.executing.frame_layout import Outputs
 from aionn.tasks import checked_count, deadline_of, seconds_until
 
 __all__ = ["Retries", "retried"]

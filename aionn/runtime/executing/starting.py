@@ -26,13 +26,12 @@ from aionn.hal.types import ErrorStatus, FencedResult, Result
 from aionn.memory.pool import FramePool, FramesInFlightError, MemoryFrame
 from aionn.pages.app_layout import FAILED
 from aionn.remote.device import Fenced, Found, RemotePreparedModel
-from aionn.runtime.executing.arguments import check_mapping
+from aionn.runtime.executing.arguments import FrameLayout, check_mapping
 from aionn.runtime.executing.control import control_route
 from aionn.runtime.executing.dependencies import After, Dependencies, check_shapes, give_shapes, kept, shape_of
 from aionn.runtime.executing.device_buffers import lost_with
 from aionn.runtime.executing.event import Event, error_of, failed_dependency, fence_of, settle, when_settled
 from aionn.runtime.executing.execution import Call, Execution, Executor, between_bytes
-from aionn.runtime.executing.frame_layout import FrameLayout
 from aionn.runtime.executing.frames import fill
 from aionn.runtime.executing.placement import check_outputs, is_placed, states_of
 from aionn.runtime.executing.transitions import LEFT, PLACE, SEND, SETTLE, WAITING

@@ -13,8 +13,8 @@ from aionn.hal.types import ErrorStatus
 from aionn.hal.values import outside_frames
 from aionn.pages.app_layout import COMPUTED, COPIED_BYTES
 from aionn.remote.device import RemotePreparedModel
+from aionn.runtime.executing.arguments import Outputs, as_array
 from aionn.runtime.executing.execution import Call, Execution, Executor, Route
-from aionn.runtime.executing.frame_layout import Outputs, as_array
 from aionn.runtime.executing.transitions import PLACE, SEND, SETTLE
 
 

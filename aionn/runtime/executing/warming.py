@@ -2,6 +2,8 @@
 
 They go over the control socket, with frames that are freed afterwards. So no burst's statistics, no slot of the app's page, no estimate
 of a stream's rhythm, no sample and no policy of stages sees them. Swaps wait for them as for any execution.
+
+Inputs that are made up are random numbers, always the same, with 1 for open dimensions.
 """
 
 from __future__ import annotations
@@ -11,14 +13,17 @@ from functools import partial
 from typing import Any
 
 import anyio
+import numpy as np
+from numpy.typing import NDArray
 
 from aionn.errors import AionnError, CallerError, ExecutionError
+from aionn.hal.model import Model
 from aionn.hal.options import CallOptions
+from aionn.hal.types import Operand
 from aionn.runtime.executing.arguments import Arguments, check_mapping
 from aionn.runtime.executing.control import control_route
 from aionn.runtime.executing.execution import Call, Executor
 from aionn.runtime.executing.frames import Frames
-from aionn.runtime.executing.made_up import made_up_inputs
 from aionn.runtime.executing.values import execution_of
 from aionn.runtime.preparing.kept_model import KeptModel
 from aionn.tasks import checked_count, ungrouped
@@ -70,3 +75,31 @@ async def _run(kept_model: KeptModel, executor: Executor, given: Mapping[str, An
     inputs = dict(given)
     call = Call(inputs, {}, CallOptions(), inputs)
     await execution_of(executor, control_route(kept_model, counted=False), call).run()
+
+
+def made_up_array(operand: Operand, shape: tuple[int, ...], random: np.random.Generator) -> NDArray[Any]:
+    """Return numbers for an input: from 0 to below 1, or 0 and 1 for an input that takes no fractions."""
+    dtype = operand.type.dtype
+    return random.random(shape).astype(dtype) if dtype.kind == "f" else random.integers(0, 2, shape).astype(dtype)
+
+
+def made_up_inputs(model: Model, way_out: str) -> Mapping[str, NDArray[Any]]:
+    """Return an array for each input that has no default.
+
+    Args:
+        way_out: what to do about an input that cannot be made up, as the end of the error's sentence.
+
+    Raises:
+        CallerError: an input has no shape in the model, or takes texts, sequences, maps or optionals.
+    """
+    random = np.random.default_rng(0)
+    inputs = {}
+    for name, operand in model.inputs.items():
+        if operand.default is not None:
+            continue
+        if not operand.in_frames:
+            raise CallerError(f"input {name!r} is of type {operand.word}, and only numbers are made up; {way_out}")
+        if operand.dimensions is None:
+            raise CallerError(f"input {name!r} has no shape in the model, so none can be made up; {way_out}")
+        inputs[name] = made_up_array(operand, tuple(extent or 1 for extent in operand.dimensions), random)
+    return inputs

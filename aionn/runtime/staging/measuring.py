@@ -46,7 +46,7 @@ from numpy.typing import NDArray
 from aionn import trace
 from aionn.errors import AionnError, DeadlineError
 from aionn.hal.model import Model
-from aionn.runtime.executing.frame_layout import as_array
+from aionn.runtime.executing.arguments import as_array
 from aionn.runtime.executing.placement import contents_of
 from aionn.runtime.preparing.compile_acts import CompileRequest
 from aionn.runtime.processes.devices import Devices

@@ -26,7 +26,7 @@ import numpy as np
 from aionn import trace
 from aionn.errors import AionnError, OutputInsufficientSizeError
 from aionn.hal.types import ErrorStatus
-from aionn.runtime.executing.frame_layout import as_array
+from aionn.runtime.executing.arguments import as_array
 from aionn.runtime.record import about
 from aionn.runtime.serving.planned_model import Prepared
 from aionn.runtime.serving.serving import CompiledModel, NotNowError, Serving

@@ -22,9 +22,8 @@ from aionn.hal.options import CallOptions
 from aionn.hal.types import ErrorStatus, Result
 from aionn.memory.pool import FramesInFlightError, MemoryFrame
 from aionn.pages.app_layout import COMPUTED, CONNECTIONS, COPIED_BYTES, DRIVER_BUSY_NS, DROPPED, FAILED, FELL_BACK
-from aionn.runtime.executing.arguments import check_mapping
+from aionn.runtime.executing.arguments import FrameLayout, Outputs, check_mapping
 from aionn.runtime.executing.execution import Call, Execution
-from aionn.runtime.executing.frame_layout import FrameLayout, Outputs
 from aionn.runtime.executing.frames import LARGE_BYTES, fill_large
 from aionn.runtime.executing.link import Link, plain_body
 from aionn.runtime.executing.retrying import Retries, retried

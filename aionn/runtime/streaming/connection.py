@@ -27,10 +27,8 @@ from aionn.hal.types import ExecutionPreference
 from aionn.memory.pool import FramePool, MemoryFrame
 from aionn.pages.app_layout import ANSWERED, CONNECTIONS, DROPPED, SENT, Kind
 from aionn.pages.app_page import BurstSlot
-from aionn.runtime.executing.arguments import Arguments
-from aionn.runtime.executing.counted import Shown
-from aionn.runtime.executing.execution import Channel, Executor, FallsBack, between_bytes
-from aionn.runtime.executing.frame_layout import FrameLayout, Shapes
+from aionn.runtime.executing.arguments import Arguments, FrameLayout, Shapes
+from aionn.runtime.executing.execution import Channel, Executor, FallsBack, Shown, between_bytes
 from aionn.runtime.executing.frames import Frames
 from aionn.runtime.executing.link import Link, LinkOptions, open_link, release
 from aionn.runtime.preparing.kept_model import KeptModel

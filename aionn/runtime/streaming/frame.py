@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from aionn.errors import CallerError, UnknownNameError, refuse_coroutine
 from aionn.memory import pool as memory_pool
-from aionn.runtime.executing.frame_layout import FrameLayout, Shapes, as_array
+from aionn.runtime.executing.arguments import FrameLayout, Shapes, as_array
 from aionn.runtime.executing.placement import is_placed
 from aionn.runtime.streaming.connection import BurstConnection
 from aionn.tasks import AsyncOnly, call_soon_from_anywhere

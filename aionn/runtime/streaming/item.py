@@ -17,8 +17,7 @@ import msgspec
 from aionn import trace
 from aionn.errors import DeadlineError
 from aionn.pages.app_layout import AGES, DROPPED, DROPPED_LATE, DROPPED_REJECTED, DROPPED_REPLACED
-from aionn.runtime.executing.arguments import check_mapping
-from aionn.runtime.executing.frame_layout import Outputs
+from aionn.runtime.executing.arguments import Outputs, check_mapping
 from aionn.runtime.streaming.connection import BurstConnection, trace_of
 from aionn.runtime.streaming.frame import Frame, Leases, contents_of, end_lease, take
 from aionn.tasks import Answer, running_loop

@@ -19,12 +19,10 @@ from numpy.typing import NDArray
 from aionn import trace
 from aionn.errors import CallerError
 from aionn.hal.types import Operand
-from aionn.runtime.executing.allocating import allocate
-from aionn.runtime.executing.arguments import check_mapping
+from aionn.runtime.executing.arguments import as_array, check_mapping
 from aionn.runtime.executing.device_buffers import BufferPair
-from aionn.runtime.executing.device_memory import DeviceMemory, state_of
+from aionn.runtime.executing.device_memory import DeviceMemory, allocate, state_of
 from aionn.runtime.executing.device_roles import DeviceRoles, Part
-from aionn.runtime.executing.frame_layout import as_array
 from aionn.runtime.preparing.kept_model import KeptModel
 
 logger = logging.getLogger("aionn.runtime")

@@ -27,7 +27,7 @@ import anyio
 from aionn import trace
 from aionn.errors import AionnError, CallerError, DeadlineError, DriverDiedError, DriverHungError, ExecutionError
 from aionn.hal.types import ErrorStatus
-from aionn.runtime.executing.frame_layout import Outputs
+from aionn.runtime.executing.arguments import Outputs
 from aionn.runtime.streaming import stream
 from aionn.runtime.streaming.burst import Burst
 from aionn.runtime.streaming.connection import BurstConnection

@@ -34,7 +34,7 @@ import msgspec
 from aionn import trace
 from aionn.errors import CallerError, DeadlineError, ExecutionError, refuse_coroutine
 from aionn.hal.types import ErrorStatus
-from aionn.runtime.executing.frame_layout import Outputs
+from aionn.runtime.executing.arguments import Outputs
 from aionn.runtime.streaming.connection import BurstConnection
 from aionn.runtime.streaming.frame import leases_here
 from aionn.runtime.streaming.item import Arrivals, Entry, Item
