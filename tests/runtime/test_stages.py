@@ -225,3 +225,10 @@ async def test_a_new_model_that_cannot_run_is_refused_and_the_old_one_serves(bes
             best.behave()
             assert (await compilation.compute(frame(2)))["y"][0, 0] == 2
             assert compilation.model is model
+
+
+async def test_a_missing_input_beside_memory_is_an_error_with_its_name(quick: FakeDevice, best: FakeDevice, model: aionn.Model) -> None:
+    async with aionn.Runtime() as runtime:
+        compilation = await runtime.compile(model, mode="staged", stages=(quick.name, best.name))
+        with aionn.Memory.allocate(64) as memory, pytest.raises(aionn.CallerError, match=r"without \['x'\]"):
+            await compilation.compute({"other": memory})  # a sample is taken before the names are checked

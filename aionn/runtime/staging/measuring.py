@@ -293,7 +293,7 @@ class Samples:
             return
         try:
             copies = await contents_of(
-                self.model.inputs, {name: placed[name] if name in placed else inputs[name] for name in self.model.inputs}
+                self.model.inputs, {name: placed[name] if name in placed else inputs.get(name) for name in self.model.inputs}
             )
         except AionnError:
             return  # these inputs are not kept, and the execution itself raises the error
