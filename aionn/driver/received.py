@@ -23,7 +23,7 @@ from aionn.memory.descriptors import check_description, check_descriptor
 from aionn.memory.memory import Memory
 from aionn.memory.region import Access, MappingError, Region
 from aionn.remote.calls import CacheMessage, EngineOptionsMessage, Fd, LentMemory, ModelMessage, MQMessage, OptionsMessage
-from aionn.remote.channel import Descriptors
+from aionn.remote.connection import Descriptors
 from aionn.tasks import ClosedByWith
 
 

@@ -51,8 +51,7 @@ from aionn.remote.calls import (
     PrepareModelFromCache,
     ReleasePreparedModel,
 )
-from aionn.remote.channel import Descriptors
-from aionn.remote.connection import Connection
+from aionn.remote.connection import Connection, Descriptors
 from aionn.remote.control import PROTOCOL, ControlError, Ready
 from aionn.remote.fences import Waits, check_fence, dependency_failed, execute_fenced_by, refusal, signal_outcome, since_launch
 from aionn.sandbox.report import Confinement

@@ -15,7 +15,7 @@ from aionn.hal.types import ErrorStatus, Result, Timing
 from aionn.hal.values import ValuesResult
 from aionn.memory.region import Region
 from aionn.remote.calls import ExecutedValues, ExecuteValues
-from aionn.remote.channel import Descriptors
+from aionn.remote.connection import Descriptors
 from aionn.remote.values import IN_LOOP_BYTES, aside, decoded, encoded_values, laid_out, received_data
 
 

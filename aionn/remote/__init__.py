@@ -2,8 +2,8 @@
 
     calls        the table of HAL calls: name, arguments with their descriptors, answer (sans-IO)
     control      the frames that carry them, as bytes and back, checked against the table; exceptions as messages (sans-IO)
-    channel      the socket: whole frames and owned descriptors, driven by the loop's callbacks without a task
-    connection   calls both ways: each call ends with its answer or with the connection; the answer alone gives back what a call lent
+    connection   the socket: whole frames and owned descriptors, driven by the loop's callbacks without a task
+                 calls both ways: each call ends with its answer or with the connection; the answer alone gives back what a call lent
     fences       eventfds that say that an execution is over, and how one waits for them
     device       an `IDevice` as the app sees it, with its models, buffers, bursts and options' files; `driver.service` is the other end
     values       strings, sequences, maps and optionals as bytes, and back; the calls that carry them

@@ -60,8 +60,7 @@ from aionn.remote.calls import (
     PrepareModelFromCache,
     ReleasePreparedModel,
 )
-from aionn.remote.channel import Descriptors
-from aionn.remote.connection import Connection, Settled
+from aionn.remote.connection import Connection, Descriptors, Settled
 from aionn.remote.control import ControlError, Ready
 from aionn.remote.fences import check_fence, signal_fence
 from aionn.tasks import Answer, run_in_thread

@@ -35,8 +35,7 @@ from aionn.hal.types import ErrorStatus, MemoryKind, Operand, OperandType, Resul
 from aionn.hal.values import ValueKind, ValuesResult, ValueType, joined_texts, split_texts
 from aionn.memory.region import MappingError, Region
 from aionn.remote.calls import ExecutedValues, ExecuteValues, Fd, LentMemory, Values
-from aionn.remote.channel import Descriptors
-from aionn.remote.connection import Connection
+from aionn.remote.connection import Connection, Descriptors
 
 MAX_TREE_BYTES = 128 * 2**20
 MAX_TENSORS = 2**20

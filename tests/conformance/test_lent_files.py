@@ -15,8 +15,7 @@ import aionn
 from aionn.caching import CacheOutcomeKind
 from aionn.hal import CacheFiles, CacheHandles, DeviceType, PrepareOptions
 from aionn.remote.calls import Prepared, PrepareModel
-from aionn.remote.channel import Descriptors
-from aionn.remote.connection import Connection
+from aionn.remote.connection import Connection, Descriptors
 from aionn.remote.control import Ready
 from aionn.remote.device import RemoteDevice
 from aionn.runtime.processes.devices import Devices

@@ -55,7 +55,7 @@ from aionn.hal.values import TypeMessage, ValueKind
 from aionn.memory.requests import check_request
 from aionn.remote import calls, control
 from aionn.remote.calls import Fd, HalCall, LentMemory
-from aionn.remote.channel import ControlSocket, Descriptors
+from aionn.remote.connection import ControlSocket, Descriptors
 from aionn.remote.control import HEADER, ControlError, Message, error_of, failure_of
 from tests.fuzz.choices import Choices
 

@@ -14,8 +14,7 @@ from aionn.driver.service import DeviceService
 from aionn.errors import DriverDiedError
 from aionn.hal.engine import Engine
 from aionn.remote.calls import HalCall
-from aionn.remote.channel import Descriptors
-from aionn.remote.connection import Connection
+from aionn.remote.connection import Connection, Descriptors
 from aionn.remote.control import Ready, Refused
 from aionn.remote.device import RemoteDevice
 from aionn.tasks import Answer, running_loop

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from aionn.errors import CallerError, ExecutionError
 from aionn.hal.types import ErrorStatus, MemoryDescription, MemoryKind
 from aionn.remote.calls import CopyFrom, Fd, LentMemory
-from aionn.remote.channel import ControlSocket, Descriptors
+from aionn.remote.connection import ControlSocket, Descriptors
 from aionn.remote.control import (
     HEADER,
     MAX_BODY_BYTES,

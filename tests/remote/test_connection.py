@@ -17,8 +17,7 @@ import pytest
 from aionn.errors import AionnError, CallerError, DeadlineError, DriverDiedError, ExecutionError
 from aionn.hal.types import BufferDesc, ErrorStatus, MemoryDescription, MemoryKind
 from aionn.remote.calls import Allocate, CopyFrom, Fd, FreeBuffer, LentMemory
-from aionn.remote.channel import ControlSocket, Descriptors
-from aionn.remote.connection import Connection
+from aionn.remote.connection import Connection, ControlSocket, Descriptors
 from aionn.remote.control import CallMessage, Cancel, Failed, Message, Reply, failure_of
 
 pytestmark = [pytest.mark.anyio, pytest.mark.both_loops]

@@ -32,8 +32,7 @@ from aionn.pages.app_page import traced_until_ns
 from aionn.pages.layout import Activity, LayoutError
 from aionn.pages.page import PageReader
 from aionn.remote.calls import HalCall, LogLine
-from aionn.remote.channel import Descriptors
-from aionn.remote.connection import Connection
+from aionn.remote.connection import Connection, Descriptors
 from aionn.remote.control import PROTOCOL, STACKS_SIGNAL, ControlError, Ready, Refused, error_of
 from aionn.remote.device import RemoteDevice
 from aionn.runtime.processes.child import Child
