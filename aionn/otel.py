@@ -236,7 +236,7 @@ def _begin(tracer: spans.Tracer, name: str, attributes: dict[str, Any]) -> Calla
             _model.reset(before[0])
             _computing.reset(before[1])
             context.detach(current)
-        _finish(span, attributes.get("error"))
+        _end_span(span, attributes.get("error"))
 
     return end
 
@@ -250,7 +250,7 @@ def _past(tracer: spans.Tracer, event: trace.Span | trace.Counter) -> None:
         span.end(event.ended_ns + wall_ns)
 
 
-def _finish(span: spans.Span, error: str | None) -> None:
+def _end_span(span: spans.Span, error: str | None) -> None:
     if error is not None:
         span.set_attribute("error.type", error)
         span.set_status(spans.StatusCode.ERROR)

@@ -406,7 +406,7 @@ class Answer(Generic[T]):
             # If the caller has left, the loop must not report the error as never retrieved.
             self._future.exception()
 
-    def abandon(self) -> None:
+    def cancel(self) -> None:
         """Count the answer as settled from now on, because its caller has stopped waiting."""
         self._future.cancel()
 
@@ -533,7 +533,7 @@ async def in_time(
                 await late(answer.result)
         raise
     result = answer.result
-    answer.abandon()
+    answer.cancel()
     if result is None and late is not None:
         scope.cancel()
     return result

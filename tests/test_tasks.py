@@ -62,7 +62,7 @@ async def test_an_answer_is_set_once_and_may_come_after_its_caller_has_left() ->
     assert await answer.wait() == 1
 
     left: Answer[int] = Answer(asyncio.get_running_loop())
-    left.abandon()
+    left.cancel()
     left.set(3)
     assert left.settled
     assert left.result is None

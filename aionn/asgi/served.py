@@ -7,7 +7,7 @@ So the app is live and not ready.
     it will not      the file or an option is wrong, no device can run the model, a defect: not tried again
 
 Invariants
-    The tasks belong to the runtime, and end with it or with `stop`.
+    The tasks belong to the runtime, and end with it or with `end`.
     `burst` and `compilation` of a model are set together, without an await in between.
 
 `lifespan` opens a runtime for a web app, and has its models compiled while the server serves.
@@ -111,7 +111,7 @@ class Models:
         """Have all models compiled in the background."""
         self._session.tasks.start_soon(self._work, name="models of a web app")
 
-    def stop(self) -> None:
+    def end(self) -> None:
         """End what is not compiled yet."""
         self._scope.cancel()
 
@@ -223,6 +223,6 @@ def lifespan(models: Mapping[str, ModelSpec], **options: Any) -> Lifespan:
             try:
                 yield {"aionn": served}
             finally:
-                served.stop()
+                served.end()
 
     return live

@@ -298,7 +298,7 @@ class EngineDevice:
     def free_slot(self, slot: Slot) -> None:
         """Take back a slot."""
         if self._page is not None:
-            self._page.free(slot)
+            self._page.release(slot)
 
     def serve(self, server: ExecutionBurstServer, ended: Callable[[ExecutionBurstServer], None]) -> None:
         """Run a burst's listener, and call `ended` when it is over. An error of the listener ends that burst and nothing else."""

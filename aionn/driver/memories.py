@@ -61,7 +61,7 @@ class EngineBuffer:
         await _copied(copy)
 
     async def aclose(self) -> None:
-        self._buffers.free(self.token)
+        self._buffers.release(self.token)
 
 
 def _opened(memory: IMemory, used: ExitStack) -> memoryview:

@@ -48,7 +48,7 @@ class KeepsUse(Protocol):
 
 
 class DeviceBuffer:
-    """Memory in the driver. `DeviceBuffers.allocate` makes it and `DeviceBuffers.free` frees it.
+    """Memory in the driver. `DeviceBuffers.allocate` makes it and `DeviceBuffers.release` frees it.
 
     It may be used from any thread. One lock guards the states of all buffers of a registry, but never their bytes.
 
@@ -200,7 +200,7 @@ class DeviceBuffer:
             self._readers -= 1
 
     def begin_writing(self, how: str) -> None:
-        """Hold the buffer as its only user, until `end_writing` or `withdraw_writing`."""
+        """Hold the buffer as its only user, until `end_writing` or `undo_writing`."""
         with self._lock:
             if self._written or self._readers:
                 raise _busy(self.token, how, "written to" if self._written else "read")
@@ -238,7 +238,7 @@ class DeviceBuffer:
             self.initial_dimensions = self.bound_dimensions
             self.forget_uses()
 
-    def withdraw_writing(self) -> None:
+    def undo_writing(self) -> None:
         """Release the buffer before anything was written. Its state stays as it was."""
         with self._lock:
             self._written = False

@@ -4,7 +4,7 @@
     DeviceBuffers.use       -> the buffers of one request: all are checked, then all are held, before anything runs
     DeviceBuffers.request   -> the same for a request that comes again and again: what cannot change is checked once
     BufferUse.succeed       -> the request's outputs are initialized; without it they become uninitialized
-    DeviceBuffers.free      -> the token ends; the bytes live until the executions that hold them end
+    DeviceBuffers.release   -> the token ends; the bytes live until the executions that hold them end
 
     BufferUse       holds the buffers of one request one by one, from its check to its end, and releases all of them at once
     ReadyUse        a `BufferUse` that the same request takes again, while nothing about its buffers has changed
@@ -19,7 +19,7 @@ Invariants
     A `BufferRequest` names buffers by their tokens. The use it keeps ready (`_ready`) holds them and their memory. A buffer
     that is freed, or gets other memory, makes the request drop that use. So a freed buffer's bytes go while requests still
     name it.
-    Every use ends in `close` or `withdraw`, and holds nothing after that.
+    Every use ends in `close` or `undo`, and holds nothing after that.
     A `ReadyUse` keeps the memory of its buffers, also while it holds none. Its request drops it when that memory is out of use.
 
 Called from the event loop and from execution threads.
@@ -149,11 +149,11 @@ class BufferUse(ClosedByWith):
             buffer.end_writing(shapes[index], self._rooms[index])
         return shapes
 
-    def withdraw(self) -> None:
+    def undo(self) -> None:
         """Release the buffers of an execution that never began. All states stay as they were."""
         write, self._write = self._write, {}
         for buffer in write.values():
-            buffer.withdraw_writing()
+            buffer.undo_writing()
         self.close()
 
     def close(self) -> None:
@@ -211,7 +211,7 @@ class ReadyUse(BufferUse):
         for buffer, _, _ in self._reads[:reading]:
             buffer.end_reading()
         for buffer, _, _ in self._writes[:writing]:
-            buffer.withdraw_writing()
+            buffer.undo_writing()
         return False
 
     def succeed(self, computed: Mapping[int, NDArray[Any]] | None = None) -> dict[int, tuple[int, ...]]:
@@ -230,8 +230,8 @@ class ReadyUse(BufferUse):
                 use._write[index], use._rooms[index] = buffer, memory
             return use.succeed(computed)
 
-    def withdraw(self) -> None:
-        self._release(_withdrawn)
+    def undo(self) -> None:
+        self._release(_undone)
 
     def close(self) -> None:
         self._release(_failed)
@@ -250,8 +250,8 @@ def _succeeded(buffer: DeviceBuffer, memory: NDArray[np.uint8], shape: tuple[int
     buffer.end_writing(shape, memory)
 
 
-def _withdrawn(buffer: DeviceBuffer, _memory: NDArray[np.uint8], _shape: tuple[int, ...]) -> None:
-    buffer.withdraw_writing()
+def _undone(buffer: DeviceBuffer, _memory: NDArray[np.uint8], _shape: tuple[int, ...]) -> None:
+    buffer.undo_writing()
 
 
 def _failed(buffer: DeviceBuffer, _memory: NDArray[np.uint8], _shape: tuple[int, ...]) -> None:
@@ -331,7 +331,7 @@ class DeviceBuffers:
             raise CallerError(f"token {token} names no device buffer of this driver; it was never given out, or its buffer was freed")
         return buffer
 
-    def free(self, token: int) -> None:
+    def release(self, token: int) -> None:
         """Forget a buffer, if the token is known. Executions that hold it keep its bytes until they end."""
         with self._lock:
             buffer = self._buffers.pop(token, None)
@@ -342,7 +342,7 @@ class DeviceBuffers:
         """Forget all buffers, because their client is gone."""
         with self._lock:
             for token in list(self._buffers):
-                self.free(token)
+                self.release(token)
 
     def use(
         self, model_id: int, inputs: Sequence[RequestArgument], outputs: Sequence[RequestArgument], tokens: Sequence[int | None]
@@ -427,7 +427,7 @@ class BufferRequest:
                 use.reserve(index, dimensions, filled)
             self._keep_ready(use)
         except BaseException:
-            use.withdraw()
+            use.undo()
             raise
         return use
 

@@ -174,7 +174,7 @@ class AppPage:
             if self._words[layout.SLOTS_LOST] and self._other is not None:
                 self._other.become_sum_of([self._retired, *self._unseen])
 
-    def free(self, slot: BurstSlot) -> None:
+    def release(self, slot: BurstSlot) -> None:
         """Take back a slot. It still has its counts, for its owner."""
         slot.release()
         if not self._writable():

@@ -205,7 +205,7 @@ class DriverPage:
         self._taken[slot] = number, trace
         return slot
 
-    def free(self, slot: Slot) -> None:
+    def release(self, slot: Slot) -> None:
         """Take back the slot of a model that has been released. The page no longer shows an execution that still runs."""
         slot.release()
         taken = self._taken.pop(slot, None)

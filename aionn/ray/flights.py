@@ -99,7 +99,7 @@ class Flights:
         """Remove a waiter. The task is cancelled if no other waiter is left."""
         flight = self._flights.get(flight_name)
         if flight is not None and flight.waiters.pop(waiter, None) is not None and not flight.waiters:
-            self._abandon(flight)
+            self._cancel_flight(flight)
 
     async def started(self, flight_name: str) -> int:
         """Note that a task begins to work. Return how many attempts have begun for this flight."""
@@ -155,10 +155,10 @@ class Flights:
             now = time.monotonic()
             flight.waiters = {waiter: heard for waiter, heard in flight.waiters.items() if now - heard <= _FORGOTTEN_S}
             if not flight.waiters and flight.state.result is None:
-                self._abandon(flight)
+                self._cancel_flight(flight)
                 return
 
-    def _abandon(self, flight: _Flight) -> None:
+    def _cancel_flight(self, flight: _Flight) -> None:
         if flight.state.result is not None:
             return
         if self._flights.get(flight.order.flight) is flight:

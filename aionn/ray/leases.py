@@ -145,7 +145,7 @@ class ModelLeases(Generic[T]):
             entry.settled.set()  # requests that wait for it end
             if entry.state in (_State.WAITING, _State.OPENING):
                 entry.fail(_closing())
-                self._give_up(entry)
+                self._end_opening(entry)
             elif entry.state is _State.OPEN:
                 entry.state = _State.LEAVING
                 if not entry.leases:
@@ -191,7 +191,7 @@ class ModelLeases(Generic[T]):
         del entry.leases[number]
         if not entry.leases:
             if entry.state is _State.WAITING:
-                self._give_up(entry)
+                self._end_opening(entry)
             elif entry.state is _State.LEAVING:
                 self._close(entry, entry.opened.result())
         self._share_places()
@@ -230,7 +230,7 @@ class ModelLeases(Generic[T]):
             entry.settled.set()
             entry.settled = asyncio.Event()
 
-    def _give_up(self, entry: _Entry[T]) -> None:
+    def _end_opening(self, entry: _Entry[T]) -> None:
         """End a model that is not open yet."""
         if entry.task is None:
             self._waiting.remove(entry)

@@ -221,7 +221,7 @@ class ControlSocket:
             try:
                 sent = self._send(frame, fds)
             except OSError as error:
-                self._finish(error)  # the frames behind this one would arrive without it
+                self._ended_by_peer(error)  # the frames behind this one would arrive without it
                 return
             if sent == 0:
                 return
@@ -244,13 +244,13 @@ class ControlSocket:
             except (BlockingIOError, InterruptedError):
                 return
             except (ConnectionResetError, BrokenPipeError):
-                self._finish(None)  # the peer died and left a message of ours unread, which is an end like any other
+                self._ended_by_peer(None)  # the peer died and left a message of ours unread, which is an end like any other
                 return
             except Exception as error:  # the loop, which called this callback, could do nothing about any of them
-                self._finish(error)
+                self._ended_by_peer(error)
                 return
             if not more:
-                self._finish(None)
+                self._ended_by_peer(None)
                 return
             reads -= 1
 
@@ -294,7 +294,7 @@ class ControlSocket:
                 fds.close()  # the error's traceback would keep them open as long as the error lives
                 raise
 
-    def _finish(self, error: Exception | None) -> None:
+    def _ended_by_peer(self, error: Exception | None) -> None:
         if not self._closed:
             self.close()
             self._on_end(error)
@@ -415,10 +415,10 @@ class Connection:
             return await calling.answer.wait()
         except asyncio.CancelledError:
             if call_id in self._calls:
-                calling.answer.abandon()
+                calling.answer.cancel()
                 self._channel.post(Cancel(call_id))
             elif (answered := calling.answer.result) is not None:
-                _discard(calling, *answered)  # cancelled between the answer and the resumption
+                _close_unwanted(calling, *answered)  # cancelled between the answer and the resumption
             raise
         finally:
             del calling  # as in `Answer.wait`
@@ -432,14 +432,14 @@ class Connection:
             AionnError: nothing was sent, and `settled` has been called with the error.
         """
         calling = _Calling(type(body), Answer(self._loop), settled)
-        calling.answer.abandon()
+        calling.answer.cancel()
         call_id = self._begin(calling, body)
 
-        def stop() -> None:
+        def ask_to_stop() -> None:
             if call_id in self._calls:
                 self._channel.post(Cancel(call_id))
 
-        return stop
+        return ask_to_stop
 
     def _begin(self, calling: _Calling[A], body: HalCall[A]) -> int:
         """Send a call. Returns its number."""
@@ -479,7 +479,7 @@ class Connection:
         if self._ended_by is None:
             self._last_id += 1
             self._calls[self._last_id] = calling = _Calling(type(body), Answer(self._loop))
-            calling.answer.abandon()
+            calling.answer.cancel()
             self._channel.post(CallMessage(self._last_id, body))
 
     def reply(self, call_id: int, answer: object) -> None:
@@ -555,7 +555,7 @@ class Connection:
                         descriptors.close()
                         asked.answer.fail(answer)
                     elif asked.answer.settled:
-                        _discard(asked, answer, descriptors)
+                        _close_unwanted(asked, answer, descriptors)
                     else:
                         asked.answer.set((answer, descriptors))
             case CallMessage(id=call_id, body=body):
@@ -573,7 +573,7 @@ class Connection:
                 self._on_greeting(message, descriptors)
 
 
-def _discard(calling: _Calling[A], answer: A, descriptors: Descriptors) -> None:
+def _close_unwanted(calling: _Calling[A], answer: A, descriptors: Descriptors) -> None:
     descriptors.close()
     if calling.unwanted is not None:
         calling.unwanted(answer)

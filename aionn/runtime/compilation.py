@@ -130,7 +130,7 @@ class CompilationParts:
             if self._starts is not None:
                 self._starts.close()
             if self.staging is not None:
-                await self.staging.stop()
+                await self.staging.aclose()
             await self.kept.aclose()
             for burst in bursts:
                 await burst.aclose()

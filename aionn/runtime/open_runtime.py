@@ -271,7 +271,7 @@ class OpenRuntime:
         self.session.close()
         # First, or a stage would try to go on with devices that end.
         for compiled in list(self.session.models):
-            compiled.abandon()
+            compiled.cancel()
         self._record.drivers_end()
         try:
             await self.devices.aclose()

@@ -300,7 +300,7 @@ class Record:
             for found in self.streams:
                 if (stream := found()) is not None:
                     stream.wake()
-            self.page.free(self.slot)
+            self.page.release(self.slot)
             close_page(self.page)
 
 

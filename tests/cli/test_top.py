@@ -332,7 +332,7 @@ def test_two_readings_give_what_happened_between_them(page: AppPage) -> None:
     assert swapped.p50_s is not None
     assert 0.0015 < swapped.p50_s < 0.0025
     for slot in (burst, quiet, runtime):
-        page.free(slot)
+        page.release(slot)
 
 
 def only(shown: Figures) -> RuntimeFigures:
@@ -352,7 +352,7 @@ def test_a_loop_that_does_not_run_is_shown_as_stalled(page: AppPage) -> None:
     )
     elsewhere = replace(reading.apps[0], same_clock=False)
     assert only(figures(replace(reading, apps=(elsewhere,)))).state == "serving"
-    page.free(runtime)
+    page.release(runtime)
 
 
 def test_runtimes_of_one_name_are_shown_as_one(page: AppPage) -> None:
@@ -362,7 +362,7 @@ def test_runtimes_of_one_name_are_shown_as_one(page: AppPage) -> None:
     shown = only(figures(read(os.getpid())))
     assert (shown.count, shown.state) == (2, "serving, compiling")
     for slot in slots:
-        page.free(slot)
+        page.release(slot)
 
 
 def test_a_device_is_shown_with_its_process_and_its_starts(page: AppPage) -> None:
@@ -372,7 +372,7 @@ def test_a_device_is_shown_with_its_process_and_its_starts(page: AppPage) -> Non
     device.add(DEVICE_COUNTERS["starts"], 1)
     (one,) = only(figures(read(os.getpid()))).devices
     assert (one.device, one.priority, one.state, one.pid, one.restarts) == ("onnxruntime", "low", "starting", None, 0)
-    page.free(runtime)
+    page.release(runtime)
 
 
 @pytest.mark.parametrize("ns", [1_000, 5_000, 700_000, 40_000_000, 3_000_000_000])
@@ -429,7 +429,7 @@ def test_eighty_columns_cut_names_and_never_numbers(page: AppPage) -> None:
     assert orders["p99"] == ["123455", "123454", "123456"] == orders["queue"]
     assert orders["drops"] == orders["model"] == ["123456", "123455", "123454"]
     for slot in (*slots, runtime):
-        page.free(slot)
+        page.release(slot)
 
 
 def test_a_name_that_would_steer_the_terminal_is_shown_as_text(page: AppPage) -> None:
@@ -442,7 +442,7 @@ def test_a_name_that_would_steer_the_terminal_is_shown_as_text(page: AppPage) ->
     assert shown.count(r"[b]\x1b]0;x\x07\x9b2J") >= 5
     assert all(line.isprintable() for line in shown.splitlines())
     for slot in slots:
-        page.free(slot)
+        page.release(slot)
 
 
 class Screen:

@@ -504,11 +504,11 @@ def test_a_request_that_is_refused_holds_nothing() -> None:
     assert device.run(model, [HERE], [in_two], [one.token, two.token]) is NONE
 
 
-def test_a_withdrawn_request_leaves_all_as_it_was() -> None:
+def test_a_undone_request_leaves_all_as_it_was() -> None:
     device, model = Device(), conv(OperandType.UINT8, dimensions=(0,))
     buffer = device.allocate([model], [0], [0])
     buffer.copy_from(b"abc", (3,))
-    device.buffers.use(1, [], [here(5)], [buffer.token]).withdraw()
+    device.buffers.use(1, [], [here(5)], [buffer.token]).undo()
     assert buffer.dimensions == (3,)
     out = bytearray(3)
     buffer.copy_to(out)
@@ -574,8 +574,8 @@ def test_tokens_are_never_used_twice_and_a_stale_one_names_nothing() -> None:
         buffer = device.allocate([model], [0], [0])
         assert buffer.token not in seen
         seen.add(buffer.token)
-        device.buffers.free(buffer.token)
-        device.buffers.free(buffer.token)
+        device.buffers.release(buffer.token)
+        device.buffers.release(buffer.token)
     assert len(device.buffers) == 0
     newer = device.allocate([model], [0], [0])
     newer.copy_from(bytes(newer.size_bytes or 0))
@@ -588,7 +588,7 @@ def test_a_freed_buffer_lives_until_the_execution_that_holds_it_ends() -> None:
     buffer.copy_from(bytes([9]) * (buffer.size_bytes or 0))
     use: BufferUse
     with device.buffers.use(1, [HERE], [], [buffer.token]) as use:
-        device.buffers.free(buffer.token)
+        device.buffers.release(buffer.token)
         assert (use.inputs[0] == 9).all()
     device.buffers.clear()
     assert len(device.buffers) == 0
@@ -634,9 +634,9 @@ def test_a_request_that_comes_again_is_refused_as_a_new_one_would_be() -> None:
         assert bytes(use.inputs[0]) == b"xyz"
         assert status_of(request.use) is FAILED  # another request writes the other
     assert not two.is_initialized  # it did not succeed
-    device.buffers.free(two.token)
+    device.buffers.release(two.token)
     assert status_of(request.use) is INVALID
-    device.buffers.free(one.token)
+    device.buffers.release(one.token)
     assert status_of(request.use) is INVALID
 
 
@@ -661,7 +661,7 @@ def test_the_memory_of_a_freed_buffer_goes_while_requests_still_name_it() -> Non
     one.copy_from(b"abcde", (5,))  # in new memory; an array over the old one has been shown
     assert [memory() is not None for memory in reserved] == [False, True, True]
     for buffer in (one, two):
-        buffers.free(buffer.token)
+        buffers.release(buffer.token)
     del one, two, buffer, use
     assert [memory() for memory in reserved] == [None, None, None]
 

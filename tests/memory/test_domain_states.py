@@ -118,11 +118,11 @@ class DeviceBufferStates(RuleBasedStateMachine):
             self.running.append(flight)
 
     @precondition(lambda self: self.running)
-    @rule(data=st.data(), how=st.sampled_from(["succeed", "fail", "withdraw"]), value=values, late_rows=rows)
+    @rule(data=st.data(), how=st.sampled_from(["succeed", "fail", "undo"]), value=values, late_rows=rows)
     def end(self, data: st.DataObject, how: str, value: int, late_rows: int) -> None:
         flight = self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
-        if how == "withdraw":
-            flight.use.withdraw()
+        if how == "undo":
+            flight.use.undo()
         else:
             with flight.use as use:
                 if how == "succeed":
@@ -133,7 +133,7 @@ class DeviceBufferStates(RuleBasedStateMachine):
                     use.succeed({index: result for index, array in use.outputs.items() if array is None})
         for one, count in flight.writes:
             one.written = False
-            if how != "withdraw":
+            if how != "undo":
                 one.holds = (count or late_rows, value) if how == "succeed" else None
         for one in flight.reads:
             one.readers -= 1

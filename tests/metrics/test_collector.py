@@ -96,7 +96,7 @@ def test_the_counts_of_closed_runtimes_stay_while_there_is_a_collector(registry:
         page = open_page()
         burst = page.slot(Kind.BURST, *texts, parent=page.past(Kind.PAST_BURSTS, *texts))
         burst.add(app_layout.COMPUTED, 5)
-        page.free(burst)
+        page.release(burst)
         close_page(page)
         assert value(registry.collect(), "aionn_executions_total", runtime="shop", status="ok") == 5 * turn
 

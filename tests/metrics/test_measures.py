@@ -65,7 +65,7 @@ def test_a_burst_and_its_past_are_one_series(page: AppPage, registry: CollectorR
     assert value(now, "aionn_execution_seconds_sum", **WHERE) == pytest.approx(18 * 0.003, rel=0.13)
     assert value(now, "aionn_device_seconds_sum", **WHERE) == pytest.approx(18 * 0.001, rel=1e-12)
     assert value(now, "aionn_frame_age_seconds_count", runtime="shop", model="detector", burst="door") == 2
-    page.free(burst)  # its counts go nowhere, since this test gave it no parent
+    page.release(burst)  # its counts go nowhere, since this test gave it no parent
     assert value(collected(registry), "aionn_executions_total", **WHERE, path="burst", status="ok") == 20
 
 
@@ -73,7 +73,7 @@ def test_what_ends_goes_on_under_the_same_labels(page: AppPage, registry: Collec
     burst = page.slot(Kind.BURST, *TEXTS, parent=page.past(Kind.PAST_BURSTS, *TEXTS))
     fill(burst)
     before = {name: family.samples for name, family in families(scrape(registry)).items() if family.type in ("counter", "histogram")}
-    page.free(burst)
+    page.release(burst)
     after = {name: family.samples for name, family in families(scrape(registry)).items() if family.type in ("counter", "histogram")}
     assert before == after
 
@@ -253,7 +253,7 @@ def test_what_found_no_room_is_counted_as_other(page: AppPage, registry: Collect
     assert value(now, "aionn_executions_total", status="ok") == len(taken)
     assert value(now, "aionn_executions_total", status="ok", model="other", path="other") == lost
     for slot in taken:
-        page.free(slot)
+        page.release(slot)
 
 
 def scrape_lost(registry: CollectorRegistry) -> int:

@@ -27,12 +27,12 @@ begin()
 print("ready", flush=True)
 for line in sys.stdin:
     if line == "close\\n":
-        page.free(burst)
-        page.free(runtime)
+        page.release(burst)
+        page.release(runtime)
         close_page(page)
         begin()
     elif line == "burst\\n":
-        page.free(burst)
+        page.release(burst)
         open_burst()
     else:
         for _ in range(int(line)):

@@ -52,7 +52,7 @@ def test_the_end_of_the_last_user_leaves_no_descriptor_and_no_mapping() -> None:
     written = open_page()
     slot = written.slot(Kind.BURST, "left")
     slot.add(app_layout.COMPUTED, 3)
-    written.free(slot)
+    written.release(slot)
     close_page(written)
     assert slot.get(app_layout.COMPUTED) == 3
     del written
@@ -98,8 +98,8 @@ def test_the_counts_of_an_ended_slot_go_to_its_parent_and_its_room_to_the_next(p
         burst.answered(1_000_000, 1_000)
         burst.add(app_layout.COMPUTED, 1)
         assert look(found).total("answered") == len(numbers)
-        page.free(burst)
-        page.free(burst)
+        page.release(burst)
+        page.release(burst)
         assert burst.get(app_layout.COMPUTED) == 1
         burst.add(app_layout.DROPPED, 5)  # late, and counted for no other slot
     view = look(found)
@@ -135,7 +135,7 @@ def test_700_bursts_are_counted_though_the_page_has_fewer_slots(page: AppPage, f
     assert [burst.get(app_layout.COMPUTED) for burst in bursts] == list(range(700))
     before = total
     for burst in bursts[::-1]:
-        page.free(burst)
+        page.release(burst)
         page.beat(runtime)
         view = look(found)
         assert view.total("computed") == before
@@ -165,7 +165,7 @@ def test_without_memory_or_proc_everything_is_counted_and_nothing_raises(lacking
     slot.add(app_layout.COMPUTED, 1)
     page.rename(slot, "renamed")
     page.beat(slot)
-    page.free(slot)
+    page.release(slot)
     page.close()
     assert (page.fd, slot.get(app_layout.COMPUTED)) == (-1, 1)
 

@@ -45,7 +45,7 @@ def test_a_slot_that_follows_another_parent_leaves_its_counts_with_the_one_befor
     assert [burst.get(word) for word in (SENT, ANSWERED, COMPUTED, LOST)] == [5, 4, 2, 1]
     view = look(found)
     assert (view.total("sent"), view.total("answered"), view.total("computed"), view.total("copied_bytes")) == (5, 4, 2, 128)
-    page.free(burst)
+    page.release(burst)
     shown = {(slot.kind, slot.stage): slot for slot in look(found).slots}
     assert shown[Kind.PAST_BURSTS, "better"].counters["computed"] == 1
     assert [burst.get(word) for word in (SENT, ANSWERED, COMPUTED, LOST)] == [5, 4, 2, 1]
@@ -83,7 +83,7 @@ def test_a_thousand_names_take_a_bounded_number_of_slots_and_lose_no_count(page:
         burst = page.slot(Kind.BURST)
         burst.follow(page.past(Kind.PAST_BURSTS, f"model {number}", "reference", "reference", "", "app"))
         burst.computed(1)
-        page.free(burst)
+        page.release(burst)
     slots = [slot for slot in look(found).slots if slot.kind is Kind.PAST_BURSTS]
     assert len(slots) == 65
     assert next(slot for slot in slots if slot.name == "other").counters["computed"] == 1000 - 64
@@ -91,7 +91,7 @@ def test_a_thousand_names_take_a_bounded_number_of_slots_and_lose_no_count(page:
         burst = page.slot(Kind.BURST)
         burst.follow(page.past(Kind.PAST_BURSTS, "model 1", "reference", "reference", f"camera {number}", "app"))
         burst.computed(1)
-        page.free(burst)
+        page.release(burst)
     view = look(found)
     slots = [slot for slot in view.slots if slot.kind is Kind.PAST_BURSTS]
     assert len(slots) == 65 + 256
@@ -103,11 +103,11 @@ def test_counts_are_kept_even_where_no_slot_is_left(page: AppPage, found: FoundP
     runtime = page.slot(Kind.RUNTIME, "crowded")
     held = [page.slot(Kind.BURST) for _ in range(app_layout.SLOTS)]
     past = page.past(Kind.PAST_BURSTS, "vad", "reference", "reference", "", "app")
-    page.free(held.pop(0))
+    page.release(held.pop(0))
     burst = page.slot(Kind.BURST)
     burst.follow(past)
     burst.computed(1)
-    page.free(burst)
+    page.release(burst)
     page.beat(runtime)
     view = look(found)
     assert (view.slots[0].kind, view.slots[0].counters["computed"], view.total("computed")) == (Kind.OTHER, 1, 1)
@@ -124,7 +124,7 @@ def test_a_reader_keeps_the_last_counts_of_a_page_that_was_closed() -> None:
         single = written.slot(Kind.SINGLE, "vad")
         single.follow(written.past(Kind.PAST_SINGLES, "vad", "reference", "reference", "", "app"))
         single.computed(64)
-        written.free(burst)
+        written.release(burst)
         close_page(written)
         assert find_page(os.getpid()) is None
         view = look(reader)

@@ -38,7 +38,7 @@ while not over:
     if turns % 3 == 0:
         page.rename(bursts[turns % 8], letter * 60, letter * 60)
     if turns % 5 == 0:  # slots change hands, and their counts go to the runtime's
-        page.free(bursts[turns % 7])
+        page.release(bursts[turns % 7])
         bursts[turns % 7] = page.slot(Kind.BURST, letter * 60, letter * 60, parent=runtime)
     page.beat(runtime)
 print(8 * turns, flush=True)
@@ -182,8 +182,8 @@ def test_every_writer_is_off_in_a_child_of_fork() -> None:
                 own = page.slot(Kind.BURST, "child")
                 own.add(app_layout.COMPUTED, 7)
                 assert own.get(app_layout.COMPUTED) == 7
-                page.free(own)
-                page.free(burst)
+                page.release(own)
+                page.release(burst)
                 with os.scandir("/proc/self/fd") as links:
                     assert [link for link in links if os.readlink(link.path).startswith("/memfd:aionn-")] == []
                 anew = open_page()

@@ -113,7 +113,7 @@ def test_a_released_models_slot_is_empty_for_the_next_one_and_its_last_run_is_no
     written, reader = page
     slot = written.slot(1)
     began_ns = slot.begin()
-    written.free(slot)
+    written.release(slot)
     assert reader.read().state == "idle"
     next_one = written.slot(2)
     assert slot.end(began_ns) > 0  # the run that was in progress ends in no slot
@@ -129,8 +129,8 @@ def test_more_models_than_slots_are_not_shown_and_run_all_the_same(page: tuple[D
     assert len(reader.read().executing) == layout.SLOTS
     for slot, began_ns in zip(slots, began, strict=True):
         assert slot.end(began_ns) > 0
-    written.free(slots[-1])
-    written.free(slots[0])
+    written.release(slots[-1])
+    written.release(slots[0])
     assert len([written.slot(1) for _ in range(2)]) == 2
     assert reader.read().finished == layout.SLOTS - 1
 

@@ -72,7 +72,7 @@ class Incoming:
     def close(self) -> None:
         """Give back the room that the body took. Its bytes are not used any more."""
         if self._kept:
-            self._room.give_back(self._kept)
+            self._room.release(self._kept)
             self._kept = 0
 
     @property
@@ -250,6 +250,6 @@ class Room:
             raise RequestRefusal(503, sentence, {"Retry-After": str(RESTART_S), "Connection": "close"})
         self._used += count
 
-    def give_back(self, count: int) -> None:
+    def release(self, count: int) -> None:
         """Count bytes that a body took, and does not take any more."""
         self._used -= count

@@ -26,7 +26,7 @@ from aionn.caching.outcomes import MissReason, Refusal
 from aionn.caching.store.directory import CacheDirectory, FoundEntry, close_all, is_shortage, refusal_of, refusal_to_store
 from aionn.caching.store.index import Index
 from aionn.caching.store.locks import sole_holder
-from aionn.caching.store.writing import clean, discard, empty_trash, switch
+from aionn.caching.store.writing import clean, empty_trash, remove_entry, switch
 from aionn.hal.types import CacheFiles
 from aionn.tasks import run_in_thread
 
@@ -237,7 +237,7 @@ class Housekeeping:
             with directory, sole_holder(directory.entry_lock(key), directory.compile_lock(key)) as free:
                 if not free:
                     return False
-                discard(directory, key)
+                remove_entry(directory, key)
                 self.with_index(lambda index: index.drop(key))
                 self.with_index(lambda index: index.strike_staging(key))
         except OSError as error:

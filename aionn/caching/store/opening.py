@@ -101,12 +101,12 @@ class Hit(_Owned):
         generation. Otherwise the bad generation stays, so that `verify` can still look at it. `wait_s`, `waits`: as for
         `CacheStore.open`.
         """
-        await self._give_back(used=False)
+        await self._close(used=False)
         trace.count("cache.refused_hit", device=self.outcome.device, reason=refusal.reason.value)
         return await self._owner.open(self._wanted, wait_s=wait_s, refused=(self.manifest.directory, refusal), waits=waits)
 
     async def aclose(self) -> None:
-        await self._give_back(used=True)
+        await self._close(used=True)
 
     def leave(self) -> None:
         """Close this hit as `aclose` does, without waiting: the answer of the caller's request need not wait for the disk."""
@@ -114,7 +114,7 @@ class Hit(_Owned):
             self._open = False
             self._owner.run_later(self.close_here)
 
-    async def _give_back(self, *, used: bool) -> None:
+    async def _close(self, *, used: bool) -> None:
         if self._open:
             self._open = False
             await run_in_thread(partial(self.close_here, used=used))

@@ -26,7 +26,7 @@ from aionn.caching.store.directory import (
 from aionn.caching.store.locks import TURN
 from aionn.hal.types import CacheFiles
 
-__all__ = ["clean", "discard", "empty_trash", "heal", "seal", "stage_files", "switch"]
+__all__ = ["clean", "empty_trash", "heal", "remove_entry", "seal", "stage_files", "switch"]
 
 
 def heal(directory: CacheDirectory, key: bytes) -> None:
@@ -125,7 +125,7 @@ def clean(directory: CacheDirectory, key: bytes) -> None:
         return
 
 
-def discard(directory: CacheDirectory, key: bytes) -> None:
+def remove_entry(directory: CacheDirectory, key: bytes) -> None:
     """Remove a whole entry, whose locks the caller holds, then the locks. Readers find nothing from the first rename on."""
     with directory:
         with suppress(FileNotFoundError):  # removed by another process, or by hand

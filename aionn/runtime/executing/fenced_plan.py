@@ -11,7 +11,7 @@ Invariants
     The fence of the last step is the event's. The fences in between belong to the chain. Each is signalled by its driver, or here where
     its driver will not do it.
     `answered` is called once, when every step that was sent has been answered, or its driver has ended.
-    After `stop` no step is sent, so the fence of the event is not used any more.
+    After `end` no step is sent, so the fence of the event is not used any more.
 """
 
 from __future__ import annotations
@@ -90,9 +90,9 @@ class FencedPlan:
                 self._send()
         except Exception as error:  # steps before have been sent, so this is the answer
             self._outcome = error
-            self.stop()
+            self.end()
 
-    def stop(self) -> None:
+    def end(self) -> None:
         """End the waits of all steps that have not begun, and send no further one."""
         self._stopped = True
         for stop in self._stops:
@@ -103,7 +103,7 @@ class FencedPlan:
         self._found[number] = found
         if not isinstance(found, FencedResult):
             self._outcome = self._outcome or found
-            self.stop()  # the plan has failed, and a step before may wait for a fence that never comes
+            self.end()  # the plan has failed, and a step before may wait for a fence that never comes
         if number < len(self._fences) and not self._signalled(number, found):
             signal_fence(self._fences[number], succeeded=False)
         while self._outcome is None and isinstance(taken := self._found.get(self._taken), FencedResult):

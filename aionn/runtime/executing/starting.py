@@ -96,7 +96,7 @@ class Starts:
         """Do the same as `close`, and give the frames back."""
         self.close()
         self.executor.frames.close()
-        self.kept_model.session.page.free(self.executor.counts)
+        self.kept_model.session.page.release(self.executor.counts)
 
 
 class Started(Execution):
@@ -155,7 +155,7 @@ class Started(Execution):
             if timer is not None:
                 timer.cancel()
             over()
-            self._give_back()
+            self._release_held()
 
         when_settled(self.event, settled)
         serving = compiled.serving
@@ -228,7 +228,7 @@ class Started(Execution):
             raise self.executor.failure(serving, wrong, None)
         chain = FencedPlan(planned, fenced, answered, expects=self._room is None)
         chain.send()
-        return chain.stop
+        return chain.end
 
     def _found(self, serving: Serving, settled: Callable[[Result | None], None], found: Found) -> None:
         """Take what the driver has answered, or why it never will."""
@@ -288,7 +288,7 @@ class Started(Execution):
         fill(frame, layout, before.inputs_in(old), placement.inputs if placement is not None else ())
         old.settled(None)
 
-    def _give_back(self) -> None:
+    def _release_held(self) -> None:
         """Give back what the execution holds, once its event is settled. What the driver may still touch is given back with its answer."""
         for after in self.after:
             after.close()

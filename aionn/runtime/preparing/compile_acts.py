@@ -214,7 +214,7 @@ async def look_up(devices: Devices, request: CompileRequest, store: CacheStore, 
     if more_s is None or more_s > 0:
         # A little less for waiting, so that a store in good health says BUSY itself.
         wait_s = store.wait_s if more_s is None else min(store.wait_s, more_s * 0.9)
-        found = await in_time(devices.tasks, lambda: open_entry(store, wanted, bad, wait_s), more_s, _give_back)
+        found = await in_time(devices.tasks, lambda: open_entry(store, wanted, bad, wait_s), more_s, _close_opened)
         if found is not None:
             return found
     assert patience_s is not None  # without a deadline the call waits for the store
@@ -224,7 +224,7 @@ async def look_up(devices: Devices, request: CompileRequest, store: CacheStore, 
     return Miss(missed, None)
 
 
-async def _give_back(found: Opened) -> None:
+async def _close_opened(found: Opened) -> None:
     await found.aclose()  # to its end, although the task is cancelled: no other code closes what the task has opened
 
 

@@ -128,7 +128,7 @@ class KeptModel:
     def close(self) -> None:
         """Stop what works for the compilation. `CompiledModel.release` is the caller's from now on."""
         self._finalizer.detach()
-        self.compiled.abandon()
+        self.compiled.cancel()
 
     async def live(self, deadline_ns: int | None = None) -> Serving:
         """Return what executions run on now. The model is prepared first if it is not yet, if its driver is gone, or if it was given back.

@@ -54,7 +54,7 @@ class Child:
     """
 
     def __init__(self, pid: int, pidfd: int, output: Output, exited: Callable[[], None], exports: str = "") -> None:
-        """Take over the pidfd and the output. `exited` is called when the process has ended, until `reap` or `give_up` has been called.
+        """Take over the pidfd and the output. `exited` is called when the process has ended, until `reap` or `end` has been called.
 
         `exports` is the folder for temporary files that the process may have made. It is removed with the process.
         """
@@ -93,7 +93,7 @@ class Child:
             self.exit_code = status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
         except ChildProcessError:
             pass  # the app has reaped the process: the pidfd still says that the process has ended
-        self.give_up()
+        self.end()
         return True
 
     def block_until_ended(self, seconds: float) -> None:
@@ -102,7 +102,7 @@ class Child:
             (waiting := select.poll()).register(self._pidfd, select.POLLIN)
             waiting.poll(seconds * 1000)
 
-    def give_up(self) -> None:
+    def end(self) -> None:
         """Close the pidfd and the output. A process that still runs is left to the system."""
         self._output.end()
         fd, self._pidfd = self._pidfd, -1

@@ -311,7 +311,7 @@ class DriverProcess:
         if not self._ended.is_set():
             words = "the driver process %d of device %r does not end, even killed; it is left to the system"
             logger.error(words, self.pid, self.name, extra=about(device=self.name))
-            self._child.give_up()
+            self._child.end()
             self._over()
 
 

@@ -433,7 +433,7 @@ class CompiledModel:
         self.closed = False
         self._swapping = anyio.Lock()
 
-    def abandon(self) -> None:
+    def cancel(self) -> None:
         """Stop what works for the compilation, which is closed or has been collected. Call it in the loop's thread."""
         self.closed = True
         self.use.over.set()
@@ -447,7 +447,7 @@ class CompiledModel:
 
     def release(self) -> None:
         """Free the model in the driver, without waiting."""
-        self.abandon()
+        self.cancel()
         if self.serving is not None:
             self.serving.release()
 

@@ -158,7 +158,7 @@ class Staging:
         """Whether its task has ended."""
         return self._over.is_set()
 
-    async def stop(self, why: str = "") -> None:
+    async def aclose(self, why: str = "") -> None:
         """End the worker and the task. The stage that was being made, and those that wait, are rejected."""
         self._ended_by = why or self._ended_by
         self._abandoned()

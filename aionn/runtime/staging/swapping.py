@@ -76,7 +76,7 @@ async def swap_model(target: NewModel, model: Model, timeout_s: float | None) ->
     try:
         await _try(target, better, list(samples.kept) or last)
         if staging is not None:
-            await staging.stop("another model was swapped in")
+            await staging.aclose("another model was swapped in")
         for attempt in range(_TRIES):
             try:
                 await compiled.swap(better)

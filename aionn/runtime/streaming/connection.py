@@ -133,7 +133,7 @@ class BurstConnection:
         self.link = None
         self._finalizer.detach()
         release(self.executor.frames, self._held)
-        self.session.page.free(self.executor.counts)
+        self.session.page.release(self.executor.counts)
 
     def _begin_close(self) -> None:
         self._open = False
@@ -349,7 +349,7 @@ class Connections:
     def close(self) -> None:
         """Take the compilation off the app's statistics page."""
         self._publish_drops()
-        self.kept_model.session.page.free(self._slot)
+        self.kept_model.session.page.release(self._slot)
 
 
 class BurstChange:

@@ -96,7 +96,7 @@ class Frame(AsyncOnly, Mapping[str, NDArray[Any]]):
 
     def __del__(self) -> None:
         if self._lease is not None:
-            call_soon_from_anywhere(self._connection.session.loop, _give_back, self._lease[1])
+            call_soon_from_anywhere(self._connection.session.loop, _release, self._lease[1])
 
     async def _begin(self) -> Frame:
         if self._beginning or self._lease is not None:
@@ -120,7 +120,7 @@ class Frame(AsyncOnly, Mapping[str, NDArray[Any]]):
         self._views = {name: array.view() for name, array in layout.inputs_in(frame).items()}
         self._lease = layout, frame
 
-    def _give_up(self, why: str) -> tuple[FrameLayout, memory_pool.MemoryFrame] | None:
+    def _yield_lease(self, why: str) -> tuple[FrameLayout, memory_pool.MemoryFrame] | None:
         """Return the lease, which this frame no longer has. `why` is said to an app that uses the frame from now on."""
         # At once, since two threads may ask for it.
         lease: tuple[FrameLayout, memory_pool.MemoryFrame] | None = vars(self).pop("_lease", None)
@@ -132,9 +132,9 @@ class Frame(AsyncOnly, Mapping[str, NDArray[Any]]):
         return lease
 
     def _end(self, why: str) -> None:
-        lease = self._give_up(why)
+        lease = self._yield_lease(why)
         if lease is not None:
-            _give_back(lease[1])
+            _release(lease[1])
 
     def _leased(self) -> tuple[FrameLayout, memory_pool.MemoryFrame]:
         lease = self._lease
@@ -195,7 +195,7 @@ def placed_in(inputs: Mapping[str, Any]) -> Mapping[str, Any] | None:
     return inputs._placed if isinstance(inputs, Frame) else None
 
 
-def _give_back(frame: memory_pool.MemoryFrame) -> None:
+def _release(frame: memory_pool.MemoryFrame) -> None:
     frame.lent = False
     frame.settled(None)
 
@@ -258,7 +258,7 @@ def take(frame: Frame, connection: BurstConnection) -> Frame:
     """
     lease_of(frame, connection)
     placed = frame._placed
-    lease = frame._give_up(_YIELDED)
+    lease = frame._yield_lease(_YIELDED)
     if lease is None:
         raise CallerError(frame._unusable)
     taken = Frame(connection, frame._shapes)

@@ -222,7 +222,7 @@ class KeptBurst:
         self._end()
         if self._large is not None:
             self._large.frames.close()
-            self._kept_model.session.page.free(self._large.counts)
+            self._kept_model.session.page.release(self._large.counts)
             self._large = None
 
     def _end(self) -> None:

@@ -93,7 +93,7 @@ class SourceThread:
             self._asked = True
             self._permits.put(True)
 
-    async def finish(self) -> None:
+    async def exhausted(self) -> None:
         """Return when the source is exhausted. Raise what it, or `Receiver.arrived`, has raised."""
         await self._done.wait()
         if self._error is not None:
@@ -121,14 +121,14 @@ class SourceThread:
             try:
                 self._receiver.arrived(entry)
             except BaseException as error:
-                self._finish(error)
+                self._note_end(error)
 
     def _end(self, produced: int, error: BaseException | None) -> None:
         self._receiver.arrivals.count_up_to(produced)
-        self._finish(error)
+        self._note_end(error)
         self._ended.set()
 
-    def _finish(self, error: BaseException | None) -> None:
+    def _note_end(self, error: BaseException | None) -> None:
         if self._stopped and error is not None:
             logger.warning("the source %r raised an error after its stream was closed", self._name, exc_info=error)
         elif not self._done.is_set():

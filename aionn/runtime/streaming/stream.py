@@ -226,7 +226,7 @@ class Stream:
         source.start()
         try:
             source.pull()
-            await source.finish()
+            await source.exhausted()
         finally:
             await source.aclose()
 
