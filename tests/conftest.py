@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +25,10 @@ import pytest
 
 os.environ.setdefault("AIONN_REQUIRE_MODELS", "1")
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # the tests' own use of ONNX Runtime leaves no files either
+# Where drivers find the engines of tests. It is the same for all tests, since a template serves drivers of one environment only.
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    dict.fromkeys([os.fspath(Path(__file__).parents[1]), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))])
+)
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # As in a shell's background job: apps that the tests start and interrupt would inherit it.
@@ -44,7 +49,10 @@ pytest_plugins = ["tests.runs"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--both-loops", action="store_true", help="run every async test on asyncio's own loop and on uvloop")
+    parser.addoption("--every-case", action="store_true", help="run all combinations of parameters, and async tests on both event loops")
+    parser.addoption(
+        "--real-starts", action="store_true", help="let each test start its drivers as an app does, without a template that is kept"
+    )
 
 
 def case_and_loop(item: pytest.Item) -> tuple[str, bool] | None:
@@ -57,24 +65,58 @@ def case_and_loop(item: pytest.Item) -> tuple[str, bool] | None:
     return item.nodeid.replace("uvloop" if on_uvloop else "asyncio", "", 1), on_uvloop
 
 
-@pytest.hookimpl(trylast=True)  # after -k and -m, so `-k uvloop` still selects all of its tests
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Run each case of an async test on one of the two loops. With `--both-loops` or the mark `both_loops` it runs on both.
+def on_one_loop(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Return each case of an async test on one of the two loops. With the mark `both_loops` it stays on both.
 
     The case's name decides, so a case has the same loop on every machine and in every selection. About half of them have uvloop.
     A case that is selected with one loop only runs on that loop.
     """
-    if config.getoption("--both-loops"):
-        return
     cases = [None if item.get_closest_marker("both_loops") else case_and_loop(item) for item in items]
     selected = set(cases)
-    once: dict[bool, list[pytest.Item]] = {True: [], False: []}
-    for item, case in zip(items, cases, strict=True):
-        runs = case is None or case[1] == bool(zlib.crc32(case[0].encode()) & 1) or (case[0], not case[1]) not in selected
-        once[runs].append(item)
-    if once[False]:
-        config.hook.pytest_deselected(items=once[False])
-        items[:] = once[True]
+    return [
+        item
+        for item, case in zip(items, cases, strict=True)
+        if case is None or case[1] == bool(zlib.crc32(case[0].encode()) & 1) or (case[0], not case[1]) not in selected
+    ]
+
+
+def in_few_combinations(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Return as few cases of each test with several parameters as it takes for each value of each parameter to occur.
+
+    A test for which the combination matters has the mark `every_combination`.
+    """
+    values: dict[str, set[tuple[str, str]]] = {}
+    tests: dict[tuple[str, str], list[str]] = {}
+    for item in items:
+        parameters = dict(item.callspec.params) if hasattr(item, "callspec") else {}
+        loop = parameters.pop("anyio_backend", None)
+        if len(parameters) > 1 and not item.get_closest_marker("every_combination"):
+            values[item.nodeid] = {(name, repr(value)) for name, value in parameters.items()}
+            one = item.nodeid.partition("[")[0], repr(loop) if item.get_closest_marker("both_loops") else ""
+            tests.setdefault(one, []).append(item.nodeid)
+    kept: set[str] = set()
+    for cases in tests.values():
+        missing = set().union(*(values[case] for case in cases))
+        while missing:
+            best = max(cases, key=lambda case: len(values[case] & missing))  # the first one of several
+            kept.add(best)
+            missing -= values[best]
+    return [item for item in items if item.nodeid in kept or item.nodeid not in values]
+
+
+@pytest.hookimpl(trylast=True)  # after -k and -m, so `-k uvloop` still selects all of its tests
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out cases which run the same code as others do, unless `--every-case` is given.
+
+    A process of `own_process` runs what it is asked for.
+    """
+    if config.getoption("--every-case") or config.getoption("--own-process") is not None:
+        return
+    kept = in_few_combinations(on_one_loop(items))
+    if len(kept) < len(items):
+        running = {item.nodeid for item in kept}
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in running])
+        items[:] = kept
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -115,6 +157,50 @@ def no_driver_starts_early() -> Iterator[None]:
         yield
 
 
+class KeepsTemplate:
+    """What keeps a worker's template of drivers between tests, as an open runtime would."""
+
+    has_drivers = True
+
+
+@pytest.fixture(scope="session", autouse=True)
+def drivers_are_copies(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Drivers of all tests of a worker are copies of one template. Starting thousands by exec would take longer than all else.
+
+    `real_starts` is for tests of starts. With `--real-starts`, and in a process of `own_process`, tests have what an app has.
+    """
+    if request.config.option.real_starts or request.config.option.own_process is not None:
+        yield
+        return
+    from aionn.runtime.processes import template
+    from aionn.runtime.processes.spawning import USUAL, Settings, Spawned
+
+    keeper = KeepsTemplate()
+    template.use_template(keeper)
+    first = Spawned("onnxruntime", "", USUAL, Settings(sandbox="auto"))
+    left = template.template_of_thread()
+    while left is not None and not left.over and not left.pid:
+        time.sleep(0.001)
+        left.look()
+    first.end()
+    yield
+    template.leave_template(keeper)
+    template.end_unused()
+
+
+@pytest.fixture
+def real_starts() -> Iterator[None]:
+    """The test has what an app has: its first driver is started by exec, and leaves the template of the others."""
+    from aionn.runtime.processes import template
+
+    here = template._here
+    kept, users = here.template, here.users
+    here.template, here.users = None, type(users)()
+    yield
+    template.end_unused()
+    here.template, here.users = kept, users
+
+
 @pytest.fixture(scope="session", autouse=True)
 def workers_have_the_priority_of_the_app() -> Iterator[None]:
     """Workers compile at the app's priority. `workers_in_the_background` is for tests that look at their own priority.
@@ -146,7 +232,7 @@ def workers_in_the_background(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
 )
 def anyio_backend(request: pytest.FixtureRequest) -> Any:
-    """Each async test runs on asyncio's own loop or on uvloop, and with `--both-loops` or the mark `both_loops` on both."""
+    """Each async test runs on asyncio's own loop or on uvloop, and with `--every-case` or the mark `both_loops` on both."""
     return request.param
 
 
@@ -184,7 +270,6 @@ def best() -> Iterator[FakeDevice]:
 def surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Drivers keep their records in the test's own directory, and can import engines that tests define."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
 
 
 @pytest.fixture

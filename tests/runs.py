@@ -156,7 +156,7 @@ class OwnProcess:
         ]
         if config.pluginmanager.hasplugin("_cov"):
             command = ["-m", "coverage", "run", "--source=aionn", "--branch", "--parallel-mode", *command]
-        command += ["--both-loops"] if config.getoption("both_loops", False) else []
+        command += ["--every-case"] if config.getoption("every_case", False) else []
         command += [] if config.option.timeout is None else [f"--timeout={config.option.timeout}"]
         here, there = socket.socketpair()
         with there:

@@ -28,11 +28,12 @@ POOL_SIZES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "RAY
 
 
 def may_differ(name: str) -> bool:
-    """Return whether only Python code of aionn reads that variable, or a library whose number of threads is set by a call.
+    """Return whether no library that a template has loaded reads that variable, or only one whose number of threads is set by a call.
 
-    Any other variable may have been read when a library was loaded, so a template cannot change it.
+    Any other variable may have been read when a library was loaded, so a template cannot change it. Variables of Intel's OpenMP belong to
+    engines that are loaded later. Packages such as scikit-learn set some when an app imports them.
     """
-    return name.startswith(("AIONN_FAKE_DEVICE", "AIONN_TEST_")) or name in POOL_SIZES
+    return name.startswith(("AIONN_FAKE_DEVICE", "AIONN_TEST_", "KMP_")) or name in POOL_SIZES
 
 
 def encode_order(arguments: Iterable[str], environment: Mapping[str, str]) -> bytes:

@@ -233,7 +233,7 @@ def test_ten_threads_compile_twice_on_the_same_files(fake: FakeDevice, cache_dir
 
 
 @UVLOOP
-@ENGINES
+@pytest.mark.parametrize("engine", ["onnxruntime", pytest.param("openvino", marks=pytest.mark.soak)])  # it compiles for most of a minute
 async def test_forty_flipped_bits_are_forty_refusals_rebuilds_and_right_outputs(bench: Bench) -> None:
     dice = random.Random(40)
     await bench.misses(MissReason.ABSENT)

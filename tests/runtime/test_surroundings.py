@@ -167,7 +167,17 @@ REFUSED = {
 """Nothing runs. The sentence names the limit."""
 
 
-@pytest.mark.parametrize("name", SURROUNDINGS)
+ALIKE = {
+    *("a_home_that_does_not_exist", "a_home_that_is_a_file", "a_cache_below_a_long_path", "a_cache_that_others_may_write_to"),
+    *("a_cache_that_is_a_file", "a_full_state_directory", "umask_0", "closed_stdin", "twenty_four_descriptors_and_never_more"),
+    *("files_of_4_mib", "no_core_files_and_no_locked_memory", "no_queued_signals", "a_proc_that_hides_processes", "usual_sigpipe"),
+    *("sched_idle", "sched_batch_and_nice", "a_session_without_terminal", "a_subreaper_without_new_privileges"),
+    *("a_process_without_dumps", "the_same_addresses_each_time", "root_that_obeys_modes", "an_unknown_locale_and_time_zone"),
+}
+"""Surroundings that lead through the same code as others do, so only soaks enter them."""
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.soak] if name in ALIKE else []) for name in SURROUNDINGS])
 def test_an_app_works_in_odd_surroundings_or_says_what_to_do(name: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.runtime.odd_surroundings", name, str(tmp_path)]
     environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}  # one thread may enter a user namespace

@@ -322,6 +322,7 @@ def environment_of(pid: int | None) -> dict[bytes, bytes]:
     return dict(entry.partition(b"=")[::2] for entry in raw_environment_of(pid).split(b"\0"))
 
 
+@pytest.mark.usefixtures("real_starts")
 async def test_libraries_beside_the_engine_get_the_runtime_s_threads_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """NumPy's BLAS makes its threads when it is imported, whatever an engine asks for later."""
     monkeypatch.setenv("OMP_NUM_THREADS", "7")

@@ -1,9 +1,12 @@
-"""Each case of an async test runs on one of the two event loops, which its name decides, and on both where the loop is its subject."""
+"""Each case of an async test runs on one of two event loops, and a test with several parameters in few of their combinations."""
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 from typing import Any
+
+import pytest
 
 from tests.conftest import pytest_collection_modifyitems
 
@@ -28,11 +31,11 @@ def items(loops: tuple[str, ...], mark: str | None = None) -> list[Any]:
     ]
 
 
-def kept(collected: list[Any], both_loops: bool = False) -> list[str]:
+def kept(collected: list[Any], **options: Any) -> list[str]:
     """Return the names of the items that run. The others must have been reported as deselected."""
     left_out: list[Any] = []
     config: Any = SimpleNamespace(
-        getoption=lambda name: both_loops and name == "--both-loops",
+        getoption=lambda name: options.get(name.strip("-").replace("-", "_")),
         hook=SimpleNamespace(pytest_deselected=lambda items: left_out.extend(items)),
     )
     running = list(collected)
@@ -61,9 +64,56 @@ def test_a_selection_of_one_loop_runs_all_on_that_loop() -> None:
 
 def test_tests_of_the_loop_and_the_option_run_both() -> None:
     assert len(kept(items(("asyncio", "uvloop"), "both_loops"))) == 2 * len(CASES)
-    assert len(kept(items(("asyncio", "uvloop")), both_loops=True)) == 2 * len(CASES)
+    assert len(kept(items(("asyncio", "uvloop")), every_case=True)) == 2 * len(CASES)
 
 
 def test_tests_without_a_choice_of_loops_are_left_alone() -> None:
     plain = [SimpleNamespace(nodeid="tests/test_x.py::test_y", get_closest_marker=lambda name: None)]
     assert kept(plain) == ["tests/test_x.py::test_y"]
+
+
+SIZES = {"device": 3, "way": 2, "kind": 4}
+
+
+def product(loops: tuple[str, ...] = ("asyncio",), mark: str | None = None) -> list[Any]:
+    """Return the cases of one test with three parameters, as pytest collects them."""
+    return [
+        SimpleNamespace(
+            nodeid="tests/test_x.py::test_y[" + "-".join(map(str, (loop, *numbers))) + "]",
+            callspec=SimpleNamespace(params={"anyio_backend": LOOPS[loop], **dict(zip(SIZES, numbers, strict=True))}),
+            get_closest_marker=lambda name: name if name == mark else None,
+        )
+        for loop in loops
+        for numbers in itertools.product(*map(range, SIZES.values()))
+    ]
+
+
+def values_of(names: list[str]) -> set[tuple[str, str]]:
+    return {pair for name in names for pair in zip(SIZES, name.partition("[")[2].strip("]").split("-")[1:], strict=True)}
+
+
+def test_each_value_of_each_parameter_occurs_in_as_few_cases_as_the_longest_parameter_has_values() -> None:
+    names = kept(product())
+    assert len(names) == max(SIZES.values())
+    assert values_of(names) == {(name, str(number)) for name, size in SIZES.items() for number in range(size)}
+
+
+def test_all_combinations_run_where_they_are_asked_for() -> None:
+    assert len(kept(product(mark="every_combination"))) == 24
+    assert len(kept(product(), every_case=True)) == 24
+    assert len(kept(product(), own_process=3)) == 24
+
+
+def test_a_test_of_both_loops_has_each_value_on_each() -> None:
+    names = kept(product(("asyncio", "uvloop"), mark="both_loops"))
+    for loop in LOOPS:
+        assert values_of([name for name in names if loop in name]) == values_of(kept(product()))
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_one_parameter_keeps_all_its_values(size: int) -> None:
+    one = [
+        SimpleNamespace(nodeid=f"t[{n}]", callspec=SimpleNamespace(params={"a": n}), get_closest_marker=lambda name: None)
+        for n in range(size)
+    ]
+    assert len(kept(one)) == size
