@@ -28,7 +28,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from itertools import islice
-from pathlib import Path
 
 _TRIES, _PAUSE_S = 100, 0.01
 _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -52,20 +51,20 @@ def user_state_directory() -> str:
 
 def missing_home(state_directory: str | os.PathLike[str]) -> str:
     """Return why the user's state directory cannot be made, or an empty text. Services name a home that does not exist, and mean none."""
-    path = Path(state_directory)
-    if str(path).endswith(f"/{_IN_HOME}") and not os.path.isdir(home := path.parents[2]):
+    home, _, rest = os.path.normpath(state_directory).rpartition(f"/{_IN_HOME}")
+    if home and not rest and not os.path.isdir(home):
         return f"there is no home directory {home}; set XDG_STATE_HOME, or give Runtime(state_dir=)"
     return ""
 
 
-def device_folder(state_directory: str | os.PathLike[str], device: str) -> Path:
+def device_folder(state_directory: str | os.PathLike[str], device: str) -> str:
     """Return where the driver of one device keeps its records. No other driver can write there."""
     letters = "".join(letter if (letter.isalnum() and letter.isascii()) or letter in "-_." else f"%{ord(letter):x}%" for letter in device)
     if not letters or len(letters) > _LONGEST_NAME or letters.startswith("."):
         from blake3 import blake3
 
         letters = f"{letters[:40].lstrip('.')}-{blake3(device.encode()).hexdigest()[:32]}"
-    return Path(state_directory, letters)
+    return os.path.join(state_directory, letters)
 
 
 class RecordsFolder:
@@ -84,9 +83,9 @@ class RecordsFolder:
         self._error: OSError | None = None
 
     def __str__(self) -> str:
-        return str(self._path)
+        return self._path
 
-    def made(self) -> Path:
+    def made(self) -> str:
         """Return the folder, made and held.
 
         Raises:
@@ -153,19 +152,19 @@ def free_folder(path: str | os.PathLike[str]) -> Iterator[int]:
         os.close(fd)
 
 
-def private_directory(directory: str | os.PathLike[str]) -> Path:
-    """Return a folder, made if it is missing. Tighten its mode to 0700 if it belongs to this account.
+def private_directory(directory: str | os.PathLike[str]) -> str:
+    """Return the path of a folder, made if it is missing. Tighten its mode to 0700 if it belongs to this account.
 
     Raises:
         UnsafeStateError: it is a symlink, is not a directory, or belongs to another account.
         OSError: it cannot be made.
     """
-    path = Path(directory)
+    path = os.path.normpath(directory)
     if homeless := missing_home(path):
-        raise FileNotFoundError(errno.ENOENT, homeless, os.fspath(path))
-    path.parent.mkdir(parents=True, exist_ok=True)
+        raise FileNotFoundError(errno.ENOENT, homeless, path)
+    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
     with suppress(FileExistsError):
-        path.mkdir(mode=0o700)
+        os.mkdir(path, mode=0o700)
     try:
         fd = os.open(path, _FOLDER_FLAGS)
     except OSError as error:

@@ -56,9 +56,7 @@ def private_state(directory: StateFolder) -> Path:
     Raises:
         OSError: as `private_directory`.
     """
-    if isinstance(directory, RecordsFolder):
-        return directory.made()
-    return private_directory(state_path(directory))
+    return Path(directory.made() if isinstance(directory, RecordsFolder) else private_directory(state_path(directory)))
 
 
 def _refuse_unsafe(path: Path) -> None:

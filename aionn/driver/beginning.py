@@ -201,7 +201,7 @@ def begin(arguments: list[str]) -> Begun | int:
         needs = None if level == "off" else _needs(*_place(name, home), *arguments[7:])
         if needs is not None:  # else the records' folder is made at its first use
             with suppress(OSError):  # the store of digests says why it cannot be used
-                writable.append(str(records.made()))
+                writable.append(records.made())
             if needs.writes_by_path and exports:
                 from aionn.caching.private_folder import make_folder  # few engines need it
 
@@ -236,7 +236,7 @@ def _needs(place: str, provider: str, given: str = "") -> Needs | None:
     if given:
         import msgspec  # few apps give needs
 
-        return msgspec.json.decode(given, type=Needs)
+        return Needs(**msgspec.json.decode(given))
     return None if is_test_double(place) else needs_of(place, provider)
 
 

@@ -190,7 +190,7 @@ def vouched_files(
     """
     refusal = Refusal(MissReason.NO_INTEGRITY_RECORD, f"no driver has records of this device's version in {state_path(state_dir)}")
     token = device_token(manifest.key, manifest.model_digest)
-    folder = device_folder(state_path(state_dir), manifest.device)
+    folder = Path(device_folder(state_path(state_dir), manifest.device))
     for engine in _engines(manifest.device, folder):
         # Looked for first, because opening a store of records that is missing would make it.
         if not device_database(folder, "integrity", engine, manifest.device_version).exists():

@@ -15,7 +15,7 @@ from aionn.caching.private_folder import UnsafeStateError, device_folder, free_f
 
 def test_no_two_devices_share_a_folder_and_no_name_leads_out_of_the_state_directory(tmp_path: Path) -> None:
     names = ["a", "A", "a:b", "a/b", "a%2fb", "..", ".", "", "../x", "é", "a b", "a.b", "x" * 300, "x" * 301, "a\nb", "%", "a:B"]
-    folders = [device_folder(tmp_path, name) for name in names]
+    folders = [Path(device_folder(tmp_path, name)) for name in names]
     assert len(set(folders)) == len(names)
     assert {folder.parent for folder in folders} == {tmp_path}
     assert all(len(folder.name) <= 255 and folder.name not in ("", ".", "..") for folder in folders)

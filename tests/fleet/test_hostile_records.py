@@ -49,7 +49,7 @@ def looked_at(made: Made, state: Path, keys: bytes) -> Vouched | Refusal:
 def test_a_hostile_journal_beside_the_records_removes_no_file_of_the_user(tmp_path: Path, log: bool) -> None:
     key = BuilderKey.generate("ci")
     made = make(tmp_path / "builder", small_model(), key, device=ENGINE)
-    folder = device_folder(tmp_path / "state", ENGINE)
+    folder = Path(device_folder(tmp_path / "state", ENGINE))
     folder.mkdir(parents=True, mode=0o700)
     driver = Driver(folder)
     driver.artifacts = type(driver.artifacts)(driver.engine, folder, ENGINE)
@@ -72,7 +72,7 @@ def test_looking_at_records_removes_none_and_knows_the_device_by_its_name(tmp_pa
     """The app's name of a device is what a key is limited to, and not the name of its engine."""
     key = BuilderKey.generate("ci")
     made = make(tmp_path / "builder", small_model(), key)
-    folder = device_folder(tmp_path / "state", DEVICE)
+    folder = Path(device_folder(tmp_path / "state", DEVICE))
     folder.mkdir(parents=True, mode=0o700)
     keys = limited(key, devices=(DEVICE,))
     with Driver(folder) as driver:
