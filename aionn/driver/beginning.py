@@ -23,7 +23,7 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from aionn.caching.private_folder import RecordsFolder, user_state_directory
-from aionn.engines.installed import home_of
+from aionn.engines.installed import Homes
 from aionn.engines.needs import is_test_double, needs_of
 from aionn.errors import CallerError
 from aionn.needs import Needs
@@ -220,7 +220,7 @@ def begin(arguments: list[str]) -> Begun | int:
 def _place(name: str, home: str) -> tuple[str, str]:
     """Return "package.module:Class" of a device's engine, and the name of its provider or an empty text."""
     engine, _, rest = name.partition(":")
-    found = home or home_of(engine)
+    found = home or Homes().home(engine)
     if found:
         return found, rest
     attribute, _, provider = rest.partition(":")

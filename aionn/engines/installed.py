@@ -7,6 +7,7 @@ import os
 import resource
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from aionn.errors import MemoryAllocationError
@@ -21,7 +22,7 @@ BUILT_IN = {
     "openvino": "aionn.engines.openvino:OpenVINOEngine",
     "reference": "aionn.engines.reference:ReferenceEngine",
 }
-"""The engines of this package and their classes, best first. Another package may install an engine under the same name."""
+"""The engines of this package and their classes, best first. Their names mean them, also where another package uses such a name."""
 
 
 @contextmanager
@@ -95,34 +96,24 @@ def installed_engines() -> dict[str, EntryPoint]:
 class Homes:
     """Where the engines of devices are. A device's name is an engine's name, and may go on with a colon and a provider.
 
-    Attributes:
-        engines: "package.module:Class" by the name of the engine, as found when this was made.
-
-    Raises:
-        MemoryAllocationError: this process has no free file descriptor to look with.
+    The look for the engines of other packages is made once, when the first of them is asked for. It imports 16 modules.
     """
 
-    def __init__(self) -> None:
-        self.engines = {name: f"{point.module}:{point.attr}" for name, point in installed_engines().items()}
+    @cached_property
+    def engines(self) -> dict[str, str]:
+        """Return "package.module:Class" by the name of the engine.
+
+        Raises:
+            MemoryAllocationError: this process has no free file descriptor to look with.
+        """
+        return {name: f"{point.module}:{point.attr}" for name, point in installed_engines().items()} | BUILT_IN
 
     def home(self, name: str) -> str:
         """Return "package.module:Class" of a device's engine, or an empty text if the engine is not installed."""
-        return self.engines.get(name) or self.engines.get(name.partition(":")[0], "")
+        engine = name.partition(":")[0]
+        return BUILT_IN.get(engine) or self.engines.get(name) or self.engines.get(engine, "")
 
     def key(self, name: str) -> str:
         """Return what all spellings of a device's name share: the case of a provider does not matter."""
         engine, colon, provider = name.partition(":")
-        return f"{engine}:{provider.lower()}" if colon and engine in self.engines else name
-
-
-def home_of(name: str) -> str:
-    """Return "package.module:Class" of the engine that a device's name begins with, or an empty text if it is not installed.
-
-    The name is an engine's, and may go on with a colon and a provider.
-    """
-    engine = name.partition(":")[0]
-    home = BUILT_IN.get(engine)
-    if home is None:
-        point = installed_engines().get(engine)
-        home = "" if point is None else f"{point.module}:{point.attr}"
-    return home
+        return f"{engine}:{provider.lower()}" if colon and self.home(engine) else name

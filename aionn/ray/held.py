@@ -232,5 +232,5 @@ def first_devices(specs: Iterable[ModelSpec]) -> tuple[str, ...] | None:
         if not devices:
             return None
         with suppress(CallerError):
-            found += checked_start(tuple(devices)[:1]) or ()
+            found += checked_start(tuple(devices)[:1])
     return tuple(dict.fromkeys(found))

@@ -11,7 +11,7 @@ from importlib import import_module
 
 from aionn.engines.installed import with_descriptors
 
-_NEEDED = ("importlib.metadata", "aionn.runtime.open_runtime", "aionn.runtime.preparing.plan", "aionn.caching.store")
+_NEEDED = ("aionn.runtime.open_runtime", "aionn.runtime.preparing.plan", "aionn.caching.store")
 """What `open` imports while a driver starts. It does so in the loop's thread, because two threads cannot import NumPy at once."""
 
 

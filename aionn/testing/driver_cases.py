@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from aionn.driver.registry import declared_needs
-from aionn.engines.installed import home_of
+from aionn.engines.installed import Homes
 from aionn.engines.needs import FILE, needs_of
 from aionn.errors import AionnError
 from aionn.needs import NAMES, Needs
@@ -64,7 +64,7 @@ def _stated(check: EngineCheck) -> Needs:
     Raises:
         CallerError: the file states no needs.
     """
-    return needs_of(home_of(check.name) or check.name, "")
+    return needs_of(Homes().home(check.name) or check.name, "")
 
 
 async def _serve(check: EngineCheck, folder: str, needs: Needs | None = None) -> None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from aionn.engines.installed import home_of
+from aionn.engines.installed import Homes
 from aionn.engines.needs import needs_of
 from aionn.errors import CompilationError
 from aionn.hal.engine import Artifact, CancelFlag, CompileOptions, Executable
@@ -205,7 +205,7 @@ async def _loaded(name: str, artifacts: Mapping[str, Artifact]) -> list[str]:
 
     border = {"y": Operand(OperandType.FLOAT32, (1,))}
     loaded = []
-    home = home_of(name) or name  # a confined driver does not look for installed engines
+    home = Homes().home(name) or name  # a confined driver does not look for installed engines
     async with aionn.Runtime(start=(), engine_needs={LOADER: needs_of(home, "")}) as runtime:
         for what, artifact in artifacts.items():
             model = aionn.Model.from_bytes(packed(home, artifact), inputs=border, outputs=border, format=FORMAT)

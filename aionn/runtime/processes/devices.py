@@ -221,7 +221,7 @@ class Devices:
     """All devices of one runtime.
 
     Attributes:
-        by_name: every device that a caller has asked for or that is installed.
+        by_name: every device that a caller has asked for.
         tasks: where the tasks of driver processes are started.
         disk: threads that digest and read models, and the callers that wait for them.
         homes: where the installed engines are.
@@ -239,7 +239,7 @@ class Devices:
         self.check_use: Callable[[], None] = self.check_open
         self.settings = settings
         self.homes = Homes()
-        self.by_name: dict[str, Device] = {name: Device(name, self) for name in self.homes.engines}
+        self.by_name: dict[str, Device] = {}
         self._workers: set[DriverProcess] = set()
         self._ending: set[DriverProcess] = set()
         self._closed = False
@@ -260,8 +260,8 @@ class Devices:
     @property
     def known(self) -> list[Device]:
         """The installed devices and others that have run, best first."""
-        devices = [device for device in self.by_name.values() if device.name in self.homes.engines or device.version is not None]
-        return sorted(devices, key=lambda device: rank(device.name))
+        have_run = [device for device in self.by_name.values() if device.version is not None]
+        return sorted({*map(self.find, self.homes.engines), *have_run}, key=lambda device: rank(device.name))
 
     @property
     def installed(self) -> list[str]:
@@ -281,7 +281,8 @@ class Devices:
             raise CallerError(f"device {name!r}: give the name of a device, as in 'onnxruntime'")
         device = self.by_name.get(name) or self.by_name.get(key := self.homes.key(name))
         if device is None:
-            if not name.partition(":")[2] or "\0" in name or not is_unicode(name):
+            _, colon, provider = name.partition(":")
+            if not (provider if colon else self.homes.home(name)) or "\0" in name or not is_unicode(name):
                 raise DeviceUnavailableError(name, not_installed(name, [device.name for device in self.known]))
             device = self.by_name[key] = Device(name, self)
         return (device.low_priority if priority is Priority.LOW else None) or device
@@ -376,17 +377,16 @@ class Devices:
         device._starts += 1
         return process
 
-    def start_early(self, names: Sequence[str] | None, spawned: dict[str, Spawned]) -> None:
-        """Start the drivers of these devices without waiting, or of the first installed one. The log records what cannot start.
+    def start_early(self, names: Sequence[str], spawned: dict[str, Spawned]) -> None:
+        """Start the drivers of these devices without waiting. The log records what cannot start.
 
         Args:
-            spawned: processes that were started already, by name. Those that fit are taken over and removed.
+            spawned: processes that were started already, by name. They are taken over and removed.
         """
-        for name in self.installed[:1] if names is None else names:
+        for name in names:
             try:
                 device = self.find(name)
-                fits = name in spawned and spawned[name].home == self.homes.home(name)
-                process = self._started(device, spawned.pop(name) if fits else None)
+                process = self._started(device, spawned.pop(name, None))
             except DeviceUnavailableError as error:
                 logger.warning("the early start of a driver failed: %s", error, extra=about(device=name))
             else:

@@ -27,7 +27,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from aionn.caching.private_folder import name_folder, remove_folder, user_state_directory
-from aionn.engines.installed import BUILT_IN, Homes, home_of, installed_engines, not_installed
+from aionn.engines.installed import BUILT_IN, Homes, installed_engines, not_installed
 from aionn.errors import CallerError, DeviceUnavailableError
 from aionn.remote.orders import CONTROL_FD, COUNTER_FD, LEAVES_TEMPLATE, PAGE_FD, POOL_SIZES, SOCKET_FD, SPACES
 from aionn.runtime.processes.child import Output, output_pipe
@@ -429,14 +429,14 @@ BY_DEFAULT = True
 """Whether `Runtime(start=None)` starts the first installed device early."""
 
 
-def checked_start(start: Any) -> tuple[str, ...] | None:
-    """Return the names that `Runtime(start=)` gives. None stands for the first installed device.
+def checked_start(start: Any) -> tuple[str, ...]:
+    """Return the names that `Runtime(start=)` gives. None stands for the best of the devices that are always installed.
 
     Raises:
         CallerError: `start` is not a sequence of names of devices, or a device is not installed.
     """
     if start is None:
-        return None if BY_DEFAULT else ()
+        return tuple(BUILT_IN)[:1] if BY_DEFAULT else ()
     names = None if isinstance(start, str) or not isinstance(start, Sequence) else tuple(start)
     if names is None or not all(isinstance(name, str) and name and "\0" not in name for name in names):
         raise CallerError(
@@ -448,17 +448,17 @@ def checked_start(start: Any) -> tuple[str, ...] | None:
     return tuple(dict.fromkeys(names))
 
 
-def spawn_early(names: Sequence[str] | None, settings: Settings) -> dict[str, Spawned]:
+def spawn_early(names: Sequence[str], settings: Settings) -> dict[str, Spawned]:
     """Start the driver processes of devices, without waiting. `Devices.start_early` takes them over, or `end_early` ends them.
 
     A process that cannot be started is missing in the result. `Devices.start_early` tries again, and reports the reason.
     """
     spawned: dict[str, Spawned] = {}
-    for name in next(iter(BUILT_IN)).split() if names is None else names:
+    for name in names:
         if settings.needs and ":" in name:
             continue  # needs are kept by the name that `Devices` makes of this one
         with suppress(DeviceUnavailableError):
-            spawned[name] = Spawned(name, home_of(name), USUAL, settings)
+            spawned[name] = Spawned(name, Homes().home(name), USUAL, settings)
     return spawned
 
 
