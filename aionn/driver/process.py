@@ -28,6 +28,7 @@ from typing import Any
 import anyio
 import anyio.to_thread
 from anyio.abc import TaskGroup
+from uvloop import new_event_loop
 
 from aionn import trace
 from aionn.driver.beginning import Begun
@@ -118,7 +119,8 @@ async def _serve_until_gone(device: IDevice, begun: Begun, tasks: TaskGroup, pag
 
 def main(begun: Begun) -> int:
     """Serve the socket that the parent left open, in a process that `beginning.begin` has prepared. Returns the exit code."""
-    anyio.run(serve, begun, backend_options={"use_uvloop": True})
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
+        runner.run(serve(begun))
     return 0
 
 

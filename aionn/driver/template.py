@@ -78,6 +78,8 @@ def _import_needed(device: str) -> str:
         os.environ.pop(name)
         if before is not None:
             os.environ[name] = before
+    import anyio._backends._asyncio  # noqa: F401 -- anyio would import it in each copy, which takes 12 ms
+
     import aionn.driver.process  # noqa: F401
 
     name, _, home = device.rpartition("=")
