@@ -11,12 +11,18 @@ round, after one run of each that is not counted. Ratios are computed within a r
     hit                  the same from the cache
     hit, own token       the same with a token of the app
     hit, openvino        aionn on openvino, from the cache
+    hit, from_onnx       a hit of a model that `Model.from_onnx` has read whole
 Rows
     P11   a hit beside plain ORT
     P12   a hit beside no cache, in fresh processes and in a warm driver (from the file to the first result)
     P13   the worst lag of the app's loop in each phase; "control" is the worst gap of another process's loop meanwhile
     P14   memory of app and driver after the first result, its peak before, and what a second compilation adds
     P15   the same for a model of 2.4 GB with its data beside it, of which 2.2 GB are a table that only Gather reads (`--large`)
+    S1    as P11, by the bounds for starts
+    S2    a hit of `from_onnx` beside one of `load`
+    S3    from `import aionn` to an open runtime without a driver, beside `import numpy, anyio, uvloop`
+    S4    from the start of the first driver to its greeting, beside a Python that imports numpy, onnxruntime and uvloop
+    S8    as P12, fresh processes alone
 Memory is taken in runs apart, of which no time counts. `tests.bench.starts_processes` says what it counts.
 """
 
@@ -40,14 +46,18 @@ from tests.bench.real_report import Report
 from tests.bench.starts_models import LARGE, MODELS, Subject, subjects
 from tests.bench.starts_processes import Worker, WorkerError, peak_rss_bytes
 
-ROWS = ("P11", "P12", "P13", "P14", "P15")
-KINDS = ("ort", "ort, saved graph", "openvino", "openvino, cached", "no cache", "miss", "hit", "hit, own token", "hit, openvino")
-STORED = ("hit", "hit, own token", "hit, openvino")
+ROWS = ("P11", "P12", "P13", "P14", "P15", "S1", "S2", "S3", "S4", "S8")
+STORED = ("hit", "hit, own token", "hit, openvino", "hit, from_onnx")
+KINDS = ("ort", "ort, saved graph", "openvino", "openvino, cached", "no cache", "miss", *STORED)
+PARTS = ("open", "imports of an app", "driver", "imports of a driver")
 HEAVY_KINDS = ("ort", "ort, saved graph", "no cache", "miss", "hit")
 """Whose memory is taken, and all kinds that the large model is started in."""
 
 FIRST_BOUNDS = {"silero": (2.0, 2.5), "detector": (1.5,), "resnet50": (1.0,), "transformer": (0.9,)}
 """A hit's time beside plain ORT's, per model: what it must reach, and what it may take at most."""
+
+START_BOUNDS = {"silero": 1.7, "detector": 1.35, "resnet50": 0.95, "transformer": 0.85}
+"""The same for S1."""
 
 BESIDE_BYTES = 500_000_000
 """From this size on, ONNX Runtime's saved graph keeps its weights in a file beside it."""
@@ -107,7 +117,7 @@ class Bench:
             "cache_dir": None if own is None or kind == "openvino" else str(self.directory / own),
             "state_dir": str(self.directory / f"state {own}"),
             "own_token": self.subject.name if kind == "hit, own token" else None,
-            "from_onnx": self.from_onnx,
+            "from_onnx": self.from_onnx or kind == "hit, from_onnx",
             "again": kind == "again",
             **more,
         }
@@ -170,8 +180,13 @@ def times(report: Report, bench: Bench, kinds: Sequence[str], rounds: int) -> di
     if {"hit", "ort"} <= set(kinds):
         for bound in FIRST_BOUNDS.get(name, ()):
             report.check("P11", f"{name}: hit / plain ort", divided(taken["hit"], taken["ort"]), bound)
+        if name in START_BOUNDS:
+            report.check("S1", f"{name}: hit / plain ort", divided(taken["hit"], taken["ort"]), START_BOUNDS[name])
+    if {"hit", "hit, from_onnx"} <= set(kinds):
+        report.check("S2", f"{name}: hit of from_onnx / hit", divided(taken["hit, from_onnx"], taken["hit"]), 1.1)
     if {"hit", "no cache"} <= set(kinds):
-        report.check("P12", f"{name}: hit / no cache, fresh processes", divided(taken["hit"], taken["no cache"]), 1.0)
+        for row in ("P12", "S8"):
+            report.check(row, f"{name}: hit / no cache, fresh processes", divided(taken["hit"], taken["no cache"]), 1.0)
     return taken
 
 
@@ -184,6 +199,20 @@ def warm(report: Report, bench: Bench, rounds: int) -> None:
     alone = {f"{kind}, compile alone": [compile_ns / 1e6 for _, compile_ns in each] for kind, each in turns.items()}
     report.note(f"{name}: from the file to the first result in a warm driver", {**whole, **alone}, "ms")
     report.check("P12", f"{name}: hit / no cache, warm driver", divided(whole["hit"], whole["no cache"]), 1.0)
+
+
+def parts(report: Report, directory: Path, rounds: int) -> None:
+    """S3, S4: an open runtime, and the first driver, each beside a fresh process that only imports what it cannot do without."""
+    taken: dict[str, list[float]] = {kind: [] for kind in PARTS}
+    for turn in range(rounds + 1):
+        for kind in PARTS:
+            with Worker({"kind": kind, "device": "onnxruntime", "state_dir": str(directory / "state parts")}) as worker:
+                took_ms = worker.answer()["took_ms"]
+            if turn:  # the first turn of each is not counted
+                taken[kind].append(took_ms)
+    report.note("parts of a start", taken, "ms")
+    report.check("S3", "import aionn, open / import numpy, anyio, uvloop", divided(taken["open"], taken["imports of an app"]), 1.3)
+    report.check("S4", "first driver / numpy, onnxruntime, uvloop", divided(taken["driver"], taken["imports of a driver"]), 1.15)
 
 
 def divided(of: Sequence[float], by: Sequence[float]) -> list[float]:
@@ -307,12 +336,14 @@ def measure(report: Report, options: Options) -> None:
     wanted = report.wanted
     if not options.large:
         report.lacks("P15", "give --large: it makes a model of 2.4 GB, and needs 20 GB of disk")
-    names = tuple(name for name in options.models if name != LARGE) if wanted & {"P11", "P12", "P13", "P14"} else ()
+    names = tuple(name for name in options.models if name != LARGE) if wanted - {"P15", "S3", "S4"} else ()
     names += (LARGE,) if options.large and wanted & {"P13", "P15"} else ()
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="aionn-starts-")))
         if options.keep is not None:
             options.keep.mkdir(parents=True, exist_ok=True)
+        if wanted & {"S3", "S4"}:
+            parts(report, directory, options.rounds)
         tables = {}
         for subject in subjects(names, options.keep or directory):
             bench = Bench(subject, directory / subject.name, options.from_onnx)
@@ -326,7 +357,7 @@ def measure_model(report: Report, bench: Bench, kinds: Sequence[str], rounds: in
     wanted, name = report.wanted, bench.subject.name
     heaviest = name in ("transformer", LARGE)
     heavy = [kind for kind in HEAVY_KINDS if kind in kinds]
-    times_wanted = wanted & {"P11", "P12"}
+    times_wanted = wanted & {"P11", "P12", "S1", "S2", "S8"}
     memory_wanted = "P15" in wanted if name == LARGE else "P14" in wanted
     bench.prepare(kinds if times_wanted else heavy)
     taken = times(report, bench, kinds, rounds) if times_wanted else {}

@@ -37,6 +37,43 @@ def checksum(output: Any) -> float:
     return float(abs(output).sum(dtype="float64"))
 
 
+async def part(given: Given) -> None:
+    """Do one part of aionn's start, and print how long it took."""
+    import aionn
+
+    began = given["began_ns"]
+
+    async with aionn.Runtime(start=(), state_dir=given["state_dir"]) as runtime:
+        if given["kind"] == "driver":
+            (device,) = (device for device in runtime.devices if device.name == given["device"])
+            began = time.monotonic_ns()
+            await device.restart()  # none runs yet, so this only starts it
+        tell(took_ms=(time.monotonic_ns() - began) / 1e6)
+        await parent_goes_on()
+
+
+def app_imports(given: Given) -> None:
+    began = time.monotonic_ns()
+    import anyio  # noqa: F401
+    import numpy as np  # noqa: F401
+    import uvloop  # noqa: F401
+
+    tell(took_ms=(time.monotonic_ns() - began) / 1e6)
+    sys.stdin.readline()
+
+
+def driver_imports(given: Given) -> None:
+    import subprocess
+
+    command = [sys.executable, "-P", "-c", "import numpy, onnxruntime, uvloop; print(flush=True)"]
+    began = time.monotonic_ns()
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as imports:
+        assert imports.stdout is not None
+        imports.stdout.readline()
+        tell(took_ms=(time.monotonic_ns() - began) / 1e6)
+    sys.stdin.readline()
+
+
 # ---- rivals ----------------------------------------------------------------------------------------------------------------
 
 
@@ -232,12 +269,14 @@ async def lag(given: Given) -> None:
 def work(given: Given) -> None:
     alone = {"ort": onnxruntime_alone, "ort, saved graph": onnxruntime_alone, "save": save_graph}
     alone |= {"openvino": openvino_alone, "openvino, cached": openvino_alone}
+    alone |= {"imports of an app": app_imports, "imports of a driver": driver_imports}
     if given["kind"] in alone:
         alone[given["kind"]](given)
         return
+    given["began_ns"] = time.monotonic_ns()
     import aionn
 
-    aionn.run({"lag": lag, "warm": warm_turns}.get(given["kind"], first_result), given)
+    aionn.run({"lag": lag, "warm": warm_turns, "open": part, "driver": part}.get(given["kind"], first_result), given)
 
 
 if __name__ == "__main__":
