@@ -29,6 +29,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
+import msgspec
+
 from aionn.pages import layout
 
 SLOT_BYTES = 3072
@@ -151,7 +153,7 @@ class TraceRecord(NamedTuple):
     second: int
 
 
-class SlotView(NamedTuple):
+class SlotView(msgspec.Struct, frozen=True):
     """One slot, at one moment.
 
     Attributes:
@@ -199,7 +201,7 @@ class SlotView(NamedTuple):
         return max(0, self.counters["sent"] - self.counters["answered"] - self.counters["lost"])
 
 
-class PageView(NamedTuple):
+class PageView(msgspec.Struct, frozen=True):
     """An app's page, at one moment.
 
     Attributes:
