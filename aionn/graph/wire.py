@@ -21,7 +21,7 @@ message, its value the number of the span. The word is random, so a file cannot 
 
 from __future__ import annotations
 
-import secrets
+import os
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -143,7 +143,7 @@ def operator_sets(message: bytes) -> dict[str, int] | None:
 
 def excise(found: Survey, kept: Sequence[bytes]) -> Excision:
     """Return the message without its spans. `kept` holds the bytes of `found.kept`."""
-    key = f"span-{secrets.token_hex(8)}"
+    key = f"span-{os.urandom(8).hex()}"
     if not found.cuts:
         return Excision(kept[0], key)
     starts = [start for start, _ in found.kept]

@@ -6,7 +6,6 @@ Only the holder of an entry's compile lock may change the entry.
 from __future__ import annotations
 
 import os
-import secrets
 import stat
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -43,7 +42,7 @@ def heal(directory: CacheDirectory, key: bytes) -> None:
 
 def stage_files(directory: CacheDirectory, key: bytes, files: CacheFiles) -> Staged:
     """Make fresh empty files in a new directory of the entry."""
-    name = secrets.token_hex(8)
+    name = os.urandom(8).hex()
     names = file_names(files)
     fds: list[int] = []
     with directory, directory.entry(key, make=True) as entry:
@@ -90,7 +89,7 @@ def switch(directory: CacheDirectory, key: bytes, manifest: Manifest) -> None:
     """Make `manifest` the entry's manifest, on disk when this returns. Before the rename the entry is the old one, then the new one."""
     with directory:
         with directory.entry(key, make=True) as entry:
-            aside = f"{MANIFEST}.{secrets.token_hex(4)}"
+            aside = f"{MANIFEST}.{os.urandom(4).hex()}"
             fd = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=entry)
             try:
                 try:
@@ -142,7 +141,7 @@ def _displace(directory: CacheDirectory, key: bytes) -> None:
     status = os.stat(key.hex(), dir_fd=entries, follow_symlinks=False)
     if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid():
         os.chmod(key.hex(), 0o700, dir_fd=entries)  # a directory that its owner may not write to cannot be moved
-    name = f"{key.hex()}.{secrets.token_hex(4)}"
+    name = f"{key.hex()}.{os.urandom(4).hex()}"
     os.rename(key.hex(), name, src_dir_fd=entries, dst_dir_fd=directory.trash_fd)
     remove_tree(name, directory.trash_fd)
 

@@ -33,7 +33,6 @@ from __future__ import annotations
 import logging
 import math
 import os
-import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -286,7 +285,7 @@ class _Making:
         if made is not None:
             return made
         # A key that no other process has: a driver keeps few records of one key, and other processes may compile the same model.
-        missed.wanted = msgspec.structs.replace(wanted, key=secrets.token_bytes(CACHE_TOKEN_BYTES))
+        missed.wanted = msgspec.structs.replace(wanted, key=os.urandom(CACHE_TOKEN_BYTES))
         offered = await self._from_worker(missed)
         if offered is None:
             return await self._in_driver(await self._serving())
