@@ -107,7 +107,8 @@ def read(pid: int | None = None) -> Reading:
     """
     numbers = _processes()
     hidden = _hidden()
-    wanted = _checked(pid, hidden) if pid is not None else None
+    if pid is not None:
+        app_page(pid).close()
     pages, unreadable = _pages(numbers)
     try:
         apps: list[tuple[FoundPage, ProcessReading, PageView]] = []
@@ -119,15 +120,15 @@ def read(pid: int | None = None) -> Reading:
                 continue  # it ended meanwhile
             if page.role == "driver":
                 drivers.setdefault(process.parent, []).append(_driver(page, process))
-            elif wanted in (None, page.pid) and (view := page.read()) is not None:
+            elif pid in (None, page.pid) and (view := page.read()) is not None:
                 apps.append((page, process, view))
         readings = tuple(_app(page, process, view, drivers.get(page.pid, ())) for page, process, view in apps)
     finally:
         for page in pages:
             page.close()
-    if wanted is not None and not readings:
-        raise NotReadableError(f"process {wanted} ended while its page was read; run aionn top to see what is still open")
-    if wanted is not None:  # what other users run does not matter
+    if pid is not None and not readings:
+        raise NotReadableError(f"process {pid} ended while its page was read; run aionn top to see what is still open")
+    if pid is not None:  # what other users run does not matter
         unreadable, hidden = 0, ""
     return Reading(time.monotonic(), tuple(sorted(readings, key=lambda app: app.process.pid)), unreadable, hidden)
 
@@ -162,29 +163,30 @@ def _hidden() -> str:
     return "" if found in ("hidepid=0", "hidepid=off") or os.geteuid() == 0 else found
 
 
-def _checked(pid: int, hidden: str) -> int:
-    """Return the number of a process that has an app's page.
+def app_page(pid: int, command: str = "top") -> FoundPage:
+    """Return the page of an app, to be closed. `command` of aionn asks for it.
 
     Raises:
-        NotReadableError: it has none that this user may read.
+        NotReadableError: the process has no page of an app that this user may read.
     """
     try:
         page = find_page(pid)
     except PermissionError as error:
-        raise NotReadableError(f"process {pid} belongs to another user; run aionn top as that user or as root") from error
+        raise NotReadableError(f"process {pid} belongs to another user; run aionn {command} as that user or as root") from error
     except OSError as error:
+        hidden = _hidden()
         unseen = f", or /proc does not show it ({hidden})" if hidden else ""
         raise NotReadableError(f"there is no process {pid}{unseen}; run aionn top to see what is open") from error
     if page is None:
         raise NotReadableError(f"process {pid} has no open aionn runtime of this release; run aionn top to see what is open")
-    with page:
-        if page.role == "driver":
-            try:
-                app = str(_process(pid).parent)
-            except (OSError, ValueError, IndexError):
-                app = "the app's number"
-            raise NotReadableError(f"process {pid} is a driver; give the number of its app, --pid {app}")
-    return pid
+    if page.role == "driver":
+        page.close()
+        try:
+            app = str(_process(pid).parent)
+        except (OSError, ValueError, IndexError):
+            app = "the app's number"
+        raise NotReadableError(f"process {pid} is a driver; give the number of its app, --pid {app}")
+    return page
 
 
 def _pages(numbers: Sequence[int]) -> tuple[list[FoundPage], int]:

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from aionn.cli.printing import NotDoneError, UsageError, duration, print_json
+from aionn.cli.top_reading import NotReadableError, app_page
 from aionn.escapes import escaped
 from aionn.pages.collecting import READ_S, RecordReader
-from aionn.pages.finding import FoundPage, find_page
 from aionn.pages.layout import LayoutError
 from aionn.trace.events import Recorded
 from aionn.trace.file import write
@@ -28,7 +28,10 @@ def trace_process(pid: int, seconds: float, path: str, as_json: bool) -> None:
     if not 0 < seconds <= MOST_SECONDS:
         raise UsageError(f"--seconds {seconds} is not a number of seconds above 0; give one up to {MOST_SECONDS}")
     check_output("-o", path)
-    page = _page_of(pid)
+    try:
+        page = app_page(pid, "trace")
+    except NotReadableError as error:
+        raise UsageError(str(error)) from error
     began_ns = time.monotonic_ns()
     try:
         collector = RecordReader(page)
@@ -61,21 +64,6 @@ def check_output(option: str, path: str) -> None:
         raise UsageError(f"{option} {path!r} lies in a directory that does not exist; make the directory, or name another file")
     if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK, effective_ids=True):
         raise UsageError(f"{option} {path!r} is a directory, or cannot be written to; name another file")
-
-
-def _page_of(pid: int) -> FoundPage:
-    try:
-        page = find_page(pid)
-    except PermissionError as error:
-        raise UsageError(f"process {pid} belongs to another user; run `aionn trace` as that user, or as root") from error
-    except OSError as error:
-        raise UsageError(f"there is no process {pid}; `aionn top` lists the apps of this user") from error
-    if page is not None and page.role == "app":
-        return page
-    if page is not None:
-        page.close()
-        raise UsageError(f"process {pid} is a driver of aionn; give the number of its app, which is traced together with its drivers")
-    raise UsageError(f"process {pid} has no open aionn.Runtime; `aionn top` lists the apps that have one")
 
 
 def _print(recorded: Recorded, pid: int, path: str, traced_s: float, as_json: bool) -> None:

@@ -424,7 +424,7 @@ def test_python_spans_of_an_app_reach_a_tracer_outside(tmp_path: Path) -> None:
     ("arguments", "sentence"),
     [
         (("--pid", 2**22 + 1), "there is no process"),
-        (("--pid", os.getpid()), "has no open aionn.Runtime"),
+        (("--pid", os.getpid()), "has no open aionn runtime"),
         (("--pid", os.getpid(), "--seconds", "0"), "above 0"),
     ],
 )
@@ -437,6 +437,7 @@ def test_what_cannot_be_traced_is_refused_in_a_sentence(arguments: tuple[Any, ..
 
 
 def test_another_users_process_is_refused_in_a_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from aionn.cli import top_reading
     from aionn.cli import tracing as cli
     from aionn.cli.printing import UsageError
 
@@ -448,7 +449,7 @@ def test_another_users_process_is_refused_in_a_sentence(monkeypatch: pytest.Monk
         def refused(pid: int) -> None:
             raise PermissionError(13, "Permission denied", f"/proc/{pid}/fd")
 
-        monkeypatch.setattr(cli, "find_page", refused)
+        monkeypatch.setattr(top_reading, "find_page", refused)
         with pytest.raises(UsageError, match="belongs to another user"):
             cli.trace_process(1, 1.0, str(tmp_path / "t.json"), False)
 
