@@ -8,12 +8,11 @@ domains and a process. Making an engine imports its library; importing the engin
 
     reference             NumPy through onnx.reference: right before fast; small models; caches nothing
     onnxruntime           runs every model found; large tables used in place, other constants copied by the library;
-                          compiles in milliseconds, loads in fewer
-    onnxruntime_executable  a session of it as an executable, with the bindings of its arrays
+                          compiles in milliseconds, loads in fewer; a session as an executable, with the bindings of its arrays
     onnxruntime_providers  its providers: which ones work here, what a session really runs on, and the versions of GPUs and their libraries
     onnxruntime_artifact  the files that ONNX Runtime writes while it compiles, and constants that it uses where they lie
     openvino              slower to compile, 1.3 to 4.7 times quicker on convolutions (x86): the second stage
-    openvino_devices      its devices, and the properties that a compile sets
+                          its devices, and the properties that a compile sets
     reference_quantized   operators of quantised models that onnx.reference lacks or computes in another way
     elements              arrays of types that NumPy lacks, as engines take them, and outputs moved into the arrays given for them
     complaints            what a library says of a run or a model that failed, as one sentence
