@@ -1,7 +1,7 @@
 """An app that compiles one entry, or waits for the one who does. Run as `python -m tests.caching.compiler DIRECTORY WAIT_S`.
 
-Tells each of its steps as one line on stdout ("PID compiling", "PID published", "PID hit CONTENT", "PID busy"), which all processes
-of a test share. "Compiling" writes half of every file, waits for a line on stdin, and writes the rest.
+Tells each of its steps as one line on stdout ("PID compiling", "PID waits", "PID published", "PID hit CONTENT", "PID busy"), which all
+processes of a test share. "Compiling" writes half of every file, waits for a line on stdin, and writes the rest.
 """
 
 from __future__ import annotations
@@ -21,21 +21,19 @@ def tell(what: str) -> None:
 
 
 async def main(directory: str, wait_s: float) -> None:
-    async with CacheStore(directory, wait_s=wait_s) as store:
-        tell("started")
-        async with await store.open(wanted()) as found:
-            if isinstance(found, Hit):
-                tell(f"hit {b''.join(contents(found.handles)).hex()}")
-            elif isinstance(found, Miss) and found.publisher is not None:
-                fill(found.publisher.handles, b"half")
-                tell("compiling")
-                await anyio.to_thread.run_sync(sys.stdin.readline)
-                fill(found.publisher.handles, b"artifact")
-                assert await found.publisher.publish() is None
-                tell("published")
-            else:
-                assert found.outcome.reason is not None
-                tell(found.outcome.reason.value)
+    async with CacheStore(directory, wait_s=wait_s) as store, await store.open(wanted(), waits=lambda: tell("waits")) as found:
+        if isinstance(found, Hit):
+            tell(f"hit {b''.join(contents(found.handles)).hex()}")
+        elif isinstance(found, Miss) and found.publisher is not None:
+            fill(found.publisher.handles, b"half")
+            tell("compiling")
+            await anyio.to_thread.run_sync(sys.stdin.readline)
+            fill(found.publisher.handles, b"artifact")
+            assert await found.publisher.publish() is None
+            tell("published")
+        else:
+            assert found.outcome.reason is not None
+            tell(found.outcome.reason.value)
 
 
 if __name__ == "__main__":

@@ -44,6 +44,12 @@ class Fleet:
     def told(self, word: str) -> list[int]:
         return [pid for pid, what in self.lines if what.split(" ")[0] == word]
 
+    def waiting(self, compiler: int, number: int) -> None:
+        """Return when so many wait for `compiler`. Nobody else compiles."""
+        while len(self.told("waits")) < number:
+            self.next("waits", "compiling")
+            assert self.told("compiling") == [compiler]
+
     def go(self, pid: int) -> None:
         stdin = self.members[pid].stdin
         assert stdin is not None
@@ -70,8 +76,7 @@ def fleet(tmp_path: Path) -> Iterator[Fleet]:
 def test_eight_processes_compile_once(fleet: Fleet) -> None:
     fleet.start(8)
     compiler = fleet.next("compiling")
-    while len(fleet.told("started")) < 8:
-        fleet.next("started")
+    fleet.waiting(compiler, 7)
     fleet.go(compiler)
     for _ in range(8):
         fleet.next("published", "hit")
@@ -84,8 +89,7 @@ def test_eight_processes_compile_once(fleet: Fleet) -> None:
 def test_when_the_compiler_is_killed_half_way_another_takes_over(fleet: Fleet) -> None:
     fleet.start(8)
     first = fleet.next("compiling")
-    while len(fleet.told("started")) < 8:
-        fleet.next("started")
+    fleet.waiting(first, 7)
     os.kill(first, signal.SIGKILL)
     second = fleet.next("compiling")
     assert second != first
