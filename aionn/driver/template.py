@@ -41,6 +41,9 @@ from aionn.remote.orders import (
 )
 from aionn.sandbox.confining import SandboxError, threads_here
 
+_IMPORTED_LATER = ("anyio._backends._asyncio", "uvloop", "tomllib", "aionn.driver._valve")
+"""What each driver imports when it runs."""
+
 _ONE_THREAD = ("onnxruntime", "reference")
 """Engines whose import starts no thread."""
 
@@ -82,6 +85,8 @@ def _import_needed(device: str) -> str:
 
     import aionn.driver.process  # noqa: F401
 
+    for later in _IMPORTED_LATER:
+        import_module(later)
     name, _, home = device.rpartition("=")
     if name in _ONE_THREAD and home == BUILT_IN[name]:
         from aionn.driver.registry import find

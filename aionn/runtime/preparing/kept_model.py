@@ -32,6 +32,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 import anyio
 
@@ -60,8 +61,17 @@ from aionn.runtime.serving.serving import CompiledModel, Rest, Serving
 from aionn.runtime.session import Session
 from aionn.tasks import call_soon_from_anywhere, seconds_until
 
+if TYPE_CHECKING:
+    from aionn.runtime.serving.planned_model import Prepared
+
 _FALL_BACK_ON = (CompilationError, DeviceUnavailableError, DriverDiedError, DriverHungError, MemoryAllocationError)
 """Errors of a better device after which the next one is tried."""
+
+
+def device_names(prepared: Prepared) -> tuple[str, ...]:
+    """Return the names of the devices that run a prepared model, each once."""
+    steps = [prepared] if isinstance(prepared, RemotePreparedModel) else [planned.prepared for planned in prepared.steps]
+    return tuple(dict.fromkeys(step.device.name for step in steps))
 
 
 class KeptModel:
@@ -120,8 +130,6 @@ class KeptModel:
 
     def devices_of(self, serving: Serving) -> tuple[str, ...]:
         """Return the devices that a new model may be cut over, if the first cannot run it whole: those that serve, then the others."""
-        from aionn.runtime.preparing.partition import device_names
-
         candidates = self.session.devices.installed if self.request.candidates is None else self.request.candidates
         return tuple(dict.fromkeys((*device_names(serving.prepared), *candidates)))
 
@@ -289,8 +297,6 @@ class Idling:
         if serving is None or not (serving.asleep or self._fell_asleep(serving)):
             return
         await self._release(serving)
-        from aionn.runtime.preparing.partition import device_names
-
         for name in {*device_names(serving.prepared), *self._names}:
             self._session.devices.end_unused(name, self._priority)
 

@@ -259,12 +259,6 @@ async def prepare_again(devices: Devices, before: Prepared, request: CompileRequ
     return prepared, (outcome,)
 
 
-def device_names(prepared: Prepared) -> tuple[str, ...]:
-    """Return the names of the devices that run a prepared model, each once."""
-    steps = [planned.prepared for planned in prepared.steps] if isinstance(prepared, PlannedModel) else [prepared]
-    return tuple(dict.fromkeys(step.device.name for step in steps))
-
-
 def plan_of(prepared: Prepared, model: Model) -> tuple[Step, ...]:
     """Return the steps of what was prepared. A model that one device runs whole is one step, for which its graph is read if it was not."""
     if isinstance(prepared, PlannedModel):
