@@ -21,9 +21,9 @@ MOST: dict[str, tuple[int, int, int]] = {
     "compile without cache": (240, 42, 5_500),
     "MISS": (365, 61, 8_300),
     "HIT": (222, 49, 5_850),
-    "compute, first of a compilation": (375, 46, 10_600),
+    "compute, first of a compilation": (345, 43, 10_100),
     "compute, hot": (12, 5, 385),  # 376 or 385 in different runs of the same code
-    "burst, open": (165, 31, 5_000),
+    "burst, open": (157, 29, 4_900),
     "burst.compute, usual": (6, 3, 253),
     "swap": (1_290, 86, 28_800),
 }

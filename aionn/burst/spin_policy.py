@@ -24,6 +24,8 @@ loop only while no other caller of the burst waits, so that several callers fill
 from __future__ import annotations
 
 import os
+import time
+from functools import lru_cache
 
 from aionn.cgroups import cpu_quota
 
@@ -46,8 +48,13 @@ def cpus_for_both_ends() -> int:
     """Return the CPUs that this process and its peers may spend: the machine's, cut by a cgroup quota (rounded down, at least 1).
 
     The affinity does not count, because an app and a driver that are pinned to one CPU each have two. Peers on the same CPU are
-    recognised by the CPU on which each was last seen.
+    recognised by the CPU on which each was last seen. The quota is read at most once a second, because it changes seldom.
     """
+    return _cpus(time.monotonic_ns() // 10**9)
+
+
+@lru_cache(maxsize=1)
+def _cpus(second: int) -> int:
     cpus, quota = os.cpu_count() or 1, cpu_quota()
     return cpus if quota is None else min(cpus, max(1, int(quota.cpus)))
 

@@ -150,9 +150,9 @@ def _shared_limits(root: Path) -> Iterator[Limit]:
     """Yield the limits that this process shares with others: of its cgroup, of those above it that it can see, and of the machine."""
     for folder in cgroups.folders("memory", root):
         limit_file, usage_file, prefix = _FILES[folder.unified]
-        limit_bytes, usage_bytes = _number(folder.path / limit_file), _number(folder.path / usage_file)
+        limit_bytes = _number(folder.path / limit_file)
         # v1 writes "no limit" as the largest number of whole pages, and no machine has 2^60 bytes.
-        if limit_bytes is None or limit_bytes >= 2**60 or usage_bytes is None:
+        if limit_bytes is None or limit_bytes >= 2**60 or (usage_bytes := _number(folder.path / usage_file)) is None:
             continue
         counts = {words[0]: int(words[1]) for line in _lines(folder.path / "memory.stat") if len(words := line.split()) == 2}
         reclaimable = counts.get(f"{prefix}inactive_file", 0) + counts.get(f"{prefix}active_file", 0) // 2

@@ -153,7 +153,7 @@ class FrameLayout:
             size = length if known is None else prod(known) * operand.type.element_bytes
             outputs.append((name, operand.type.dtype, known, at, size))
             at += aligned(size or 1)
-        self.shapes = (*input_shapes, *(output[2] for output in outputs))
+        self.shapes = (*input_shapes, *[output[2] for output in outputs])
         self.known = None not in self.shapes
         self.frame_bytes = aligned(at or 1)
         self.inputs, self.outputs = tuple(inputs), tuple(outputs)
@@ -347,7 +347,7 @@ class Arguments:
         """Return how a frame with these inputs is laid out."""
         layout = self._layouts.get(input_shapes)
         if layout is None:
-            guess = max(_FIRST_GUESS_BYTES, 2 * sum(prod(s) for s in input_shapes) * 4)
+            guess = max(_FIRST_GUESS_BYTES, 2 * sum(map(prod, input_shapes)) * 4)
             layout = self._make(input_shapes, [guess] * len(self.outputs))
         return layout
 

@@ -90,7 +90,10 @@ class Link:
 
     plain = True
 
-    def __init__(self, serving: Serving, parts: list[Part], compiled: CompiledModel, frames: Frames) -> None:
+    def __init__(
+        self, serving: Serving, parts: list[Part], compiled: CompiledModel, frames: Frames, in_flight: _InFlight | None = None
+    ) -> None:
+        """`in_flight`: counts the requests of a plan."""
         self.serving = serving
         self.prepared = serving.prepared
         self.device = serving.stage
@@ -100,11 +103,7 @@ class Link:
         self._frames = frames
         self._loop = asyncio.get_running_loop()
         for part in parts:
-            part.prepared.device.connection.when_ended(part.controller, self._when_ended(part.controller))
-
-    def _when_ended(self, controller: ExecutionBurstController) -> Callable[[BaseException], None]:
-        """Return what is called when the driver behind the controller has ended. It must not hold the link."""
-        return partial(_driver_ended, self.serving, controller)
+            part.prepared.device.connection.when_ended(part.controller, partial(_driver_ended, serving, part.controller, in_flight))
 
     @property
     def alive(self) -> bool:
@@ -198,10 +197,7 @@ class PlannedLink(Link):
     def __init__(self, serving: Serving, parts: list[Part], compiled: CompiledModel, frames: Frames, counts: BurstSlot) -> None:
         self._counts = counts
         self._in_flight = _InFlight()
-        super().__init__(serving, parts, compiled, frames)
-
-    def _when_ended(self, controller: ExecutionBurstController) -> Callable[[BaseException], None]:
-        return partial(_step_ended, self.serving, controller, self._in_flight)
+        super().__init__(serving, parts, compiled, frames, self._in_flight)
 
     @property
     def alive(self) -> bool:
@@ -322,18 +318,15 @@ async def _part(prepared: RemotePreparedModel, frames: Frames, options: LinkOpti
     return Part(prepared, controller, context)
 
 
-def _driver_ended(serving: Serving, controller: ExecutionBurstController, error: BaseException) -> None:
-    """End the queues to a driver with it. Its usual requests are counted by the controller alone."""
+def _driver_ended(serving: Serving, controller: ExecutionBurstController, in_flight: _InFlight | None, error: BaseException) -> None:
+    """End the queues to a driver with it. It must not hold the link.
+
+    The controller alone counts the usual requests of one driver. A plan's request in another step is lost, too, unless that is the last.
+    """
+    lost = in_flight is not None and in_flight.count
     controller.end(error)
-    if controller.lost:
+    if lost or controller.lost:
         serving.lost = True
-
-
-def _step_ended(serving: Serving, controller: ExecutionBurstController, in_flight: _InFlight, error: BaseException) -> None:
-    """End the queues to a driver with it. A request in another step is lost, too, unless that is the last one."""
-    if in_flight.count:
-        serving.lost = True
-    _driver_ended(serving, controller, error)
 
 
 # --- requests as a burst sends them. A frame that is sent again is not encoded again. ---
