@@ -265,13 +265,9 @@ class PlannedExecution:
 
     def _output_shapes(self, short: Collection[str] = ()) -> tuple[OutputShape, ...]:
         """Return the shapes of the model's outputs, as far as they are known. `short`: those that did not fit."""
-        found = []
-        for name in self._wiring.outputs:
-            shape = self._shapes.get(name)
-            if shape is None:
-                shape = self._asked_shape(name) or ()
-            found.append(OutputShape(shape, name not in short))
-        return tuple(found)
+        known = {name: shape for name, shape in self._shapes.items() if shape is not None}
+        names = self._wiring.outputs
+        return tuple([OutputShape(known.get(name, self._asked_shape(name) or ()), name not in short) for name in names])
 
     def prepared(self, number: int) -> RemotePreparedModel:
         """Return what runs a step."""
