@@ -18,14 +18,14 @@ from tests.bench import size
 
 # step: calls, files, bytecodes (of Python 3.11)
 MOST: dict[str, tuple[int, int, int]] = {
-    "compile without cache": (240, 42, 5_500),
-    "MISS": (365, 61, 8_300),
-    "HIT": (222, 49, 5_850),
-    "compute, first of a compilation": (345, 43, 10_100),
+    "compile without cache": (240, 37, 5_500),
+    "MISS": (365, 52, 8_300),
+    "HIT": (222, 44, 5_850),
+    "compute, first of a compilation": (345, 42, 10_100),
     "compute, hot": (12, 5, 385),  # 376 or 385 in different runs of the same code
-    "burst, open": (157, 29, 4_900),
+    "burst, open": (157, 28, 4_900),
     "burst.compute, usual": (6, 3, 253),
-    "swap": (1_290, 86, 28_800),
+    "swap": (1_290, 73, 28_800),
 }
 MOST_CODE_LINES = 39_179  # 370 of them are the template of drivers
 MOST_FILES = 291

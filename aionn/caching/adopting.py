@@ -2,7 +2,7 @@
 
 The order of the steps makes it safe. The signature is verified before anything of the statement is parsed. The statement is compared with
 what the caller wants and with what this driver is. Then the files are copied into a private buffer, *that buffer* is digested and compared
-with the statement, and the engine loads *that buffer*. The record (`adopted`) is written last. So an adoption that ends early leaves
+with the statement, and the engine loads *that buffer*. The record is written last. So an adoption that ends early leaves
 nothing that is believed.
 
 Blocking; call it in a thread.

@@ -1,4 +1,4 @@
-"""A worker process of `aionn bench`: `python -m aionn.cli.bench_worker DESCRIPTOR KIND [ARGUMENTS]`, started by `bench_processes`.
+"""A worker process of `aionn bench`: `python -m aionn.cli.bench_worker DESCRIPTOR KIND [ARGUMENTS]`, started by `bench_subjects`.
 
     echo                                  returns each message
     aionn MODEL DEVICE CACHE X NAMES...   runs a model once; CACHE is a folder or an empty text

@@ -166,8 +166,8 @@ def begin(arguments: list[str]) -> Begun | int:
         arguments: NAME of the device, with HOME ("package.module:Class") if the parent has looked it up. FD, the socket. SCHEDULE is a
             number of CPUs for a driver in the background, 0 for the app's own priority, or "idle" for SCHED_IDLE. `__main__` has
             taken it up. Each device keeps its records in a folder of STATE_DIR. SANDBOX is the level. EXPORTS is the
-            path of a folder for an engine that writes temporary files by path; see `caching.export_folder`. COUNTER is the
-            descriptor of an eventfd. An app that reads this process's output gives it (`runtime.processes.output`). NEEDS is JSON
+            path of a folder for an engine that writes temporary files by path; see `caching.private_folder`. COUNTER is the
+            descriptor of an eventfd. An app that reads this process's output gives it (`runtime.processes.child`). NEEDS is JSON
             with the fields of `aionn.needs.Needs`, in place of those that the engine's package states.
     """
     numbers = [arguments[place] for place in (1, 6) if place < len(arguments)]

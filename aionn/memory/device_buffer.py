@@ -1,7 +1,7 @@
 """One buffer that lives in a driver: its memory, its state, and the copies in and out. Pure logic, no I/O.
 
 A `DeviceBuffer` is memory that executions of prepared models use in place. Only copies of the whole buffer move its bytes
-in and out. `domain` has the rules for its roles and dimensions. `buffer_use` holds the buffers of one request.
+in and out. `domain` has the rules for its roles and dimensions. `device_buffers` holds the buffers of one request.
 
 Refusals: `CallerError` is INVALID_ARGUMENT. `ExecutionError` carries its status (GENERAL_FAILURE). HAL 1.3: IBuffer.
 
@@ -161,7 +161,7 @@ class DeviceBuffer:
         finally:
             self.end_reading()
 
-    # --- for `buffer_use` and `device_buffers` ---------------------------------------------------------------------
+    # --- for `device_buffers` --------------------------------------------------------------------------------------
 
     def room(self, shape: tuple[int, ...]) -> NDArray[np.uint8]:
         """Return memory of exactly that shape's size: the present memory, or new memory for `end_writing`."""

@@ -20,7 +20,7 @@ A = TypeVar("A")
 
 
 class Fd(int):
-    """A descriptor in a message. Its sender keeps owning it, and its receiver gets a new one (`channel.Descriptors`)."""
+    """A descriptor in a message. Its sender keeps owning it, and its receiver gets a new one (`connection.Descriptors`)."""
 
     __slots__ = ()
 

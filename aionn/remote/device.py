@@ -577,7 +577,7 @@ def model_message(model: Model) -> ModelMessage:
 
 
 def engine_options_message(options: EngineOptions, opened: Sequence[int]) -> EngineOptionsMessage:
-    """Return the options of one engine. `opened` are the files that they name (`option_files`)."""
+    """Return the options of one engine. `opened` are the files that they name."""
     files = {name: (digest, Fd(fd)) for (name, digest), fd in zip(options.files.items(), opened, strict=True)}
     return EngineOptionsMessage(dict(options), files)
 

@@ -5,9 +5,9 @@ the statement (`IDevice.adopt`). Only then does it load them and record their di
 So an offer that is wrong, late or missing costs time, and the model is compiled here.
 
 A miss of a first compile asks the runtime's backend. A better stage and a swap ask that of the `StagePolicy`, or else the runtime's. The
-worker process that compiles a stage here (`worker`) is a backend, too, whose artifacts have no statement. The serving driver loads those if
-its records have them, and then the entry is published. A first compile does not use the worker: its model serves in the driver that
-compiles it, which needs no artifact.
+worker process that compiles a stage here (`LocalWorker`) is a backend, too, whose artifacts have no statement. The serving driver loads
+those if its records have them, and then the entry is published. A first compile does not use the worker: its model serves in the driver
+that compiles it, which needs no artifact.
 
 The driver records an artifact before the cache has it. If the app dies in between, the records name files that no entry has.
 """

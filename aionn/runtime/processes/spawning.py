@@ -113,7 +113,7 @@ class Spawned:
         home: "package.module:Class" of its engine, or an empty text.
         started_ns: by CLOCK_MONOTONIC.
         exports: the folder for temporary files that the process may have made, or an empty text. The owner removes it
-            (`export_folder.remove_folder`) when the process has ended.
+            (`private_folder.remove_folder`) when the process has ended.
     """
 
     def __init__(self, name: str, home: str, schedule: str, settings: Settings) -> None:

@@ -66,7 +66,7 @@ class Serving:
         model: what it computes.
         users: calls that have taken it, and requests not yet answered.
         lost: whether its driver ended while an execution was in flight.
-        asleep: whether it was given back because the app did not use it (`preparing.idling`). The next use prepares it again.
+        asleep: whether it was given back because the app did not use it (`preparing.kept_model`). The next use prepares it again.
     """
 
     __slots__ = ("_idle", "asleep", "lost", "model", "prepared", "stage", "use", "users")
