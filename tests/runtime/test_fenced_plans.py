@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import select
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import anyio
@@ -32,9 +32,9 @@ def chains(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     sent: list[int] = []
     send = fenced_plan.FencedPlan.send
 
-    def noted(chain: fenced_plan.FencedPlan, *arguments: Any) -> None:
+    def noted(chain: fenced_plan.FencedPlan) -> Callable[[], None]:
         sent.append(len(sent))
-        send(chain, *arguments)
+        return send(chain)
 
     monkeypatch.setattr(fenced_plan.FencedPlan, "send", noted)
     return sent

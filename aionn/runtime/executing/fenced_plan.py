@@ -51,8 +51,10 @@ class FencedPlan:
         self._launched: list[Timing] = []  # of the steps after which the app sent the next one, and of the last
         self._outcome: Found | None = None
 
-    def send(self) -> None:
+    def send(self) -> Callable[[], None]:
         """Send the first step, and those after it that can be sent. An error after the first one is the answer, which comes later.
+
+        Returns what ends the waits of all steps that have not begun.
 
         Raises:
             AionnError: nothing was sent.
@@ -63,6 +65,7 @@ class FencedPlan:
             self._close()
             raise
         self._go_on()
+        return self.end
 
     def _send(self) -> None:
         """Send the next step."""
@@ -116,9 +119,7 @@ class FencedPlan:
 
     def _signalled(self, number: int, found: Found) -> bool:
         """Return whether a step's driver has signalled its fence."""
-        if not isinstance(found, FencedResult):
-            return False
-        if found.result.status is ErrorStatus.OUTPUT_INSUFFICIENT_SIZE:
+        if not isinstance(found, FencedResult) or found.result.status is ErrorStatus.OUTPUT_INSUFFICIENT_SIZE:
             return False
         return found.result.status is not ErrorStatus.NONE or as_asked(self._asked[number], found.result)
 

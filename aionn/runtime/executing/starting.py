@@ -226,9 +226,7 @@ class Started(Execution):
         wrong = planned.refusal()
         if wrong is not None:
             raise self.executor.failure(serving, wrong, None)
-        chain = FencedPlan(planned, fenced, answered, expects=self._room is None)
-        chain.send()
-        return chain.end
+        return FencedPlan(planned, fenced, answered, expects=self._room is None).send()
 
     def _found(self, serving: Serving, settled: Callable[[Result | None], None], found: Found) -> None:
         """Take what the driver has answered, or why it never will."""

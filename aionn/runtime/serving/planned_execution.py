@@ -117,8 +117,7 @@ class PlannedExecution:
         except BaseException:
             settled(None)
             raise
-        options = self.options
-        return await self.prepared(number).execute(request, pools, options.measure_timing, options.deadline_ns, settled)
+        return await self.prepared(number).execute(request, pools, self.options.measure_timing, self.options.deadline_ns, settled)
 
     # --- requests ------------------------------------------------------------------------------------------------------
 
