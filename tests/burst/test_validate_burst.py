@@ -187,6 +187,7 @@ async def test_validate_burst_sanitized() -> None:
 TWO = identity_model({"a": (1, 16), "b": (1, 16)})
 
 
+@pytest.mark.every_combination  # one row per operand
 @pytest.mark.parametrize("side", ["inputs", "outputs"])
 @pytest.mark.parametrize("index", [0, 1])
 @pytest.mark.parametrize("identity", [None, 9])

@@ -17,7 +17,7 @@ from aionn.hal import CacheFiles, ExecutionPreference, PrepareOptions, Priority
 from aionn.runtime.preparing.compile_acts import CacheChoice
 from tests.runtime.scripted_devices import DATA_PAYLOAD, MODEL_PAYLOAD, ScriptedDevice, scripted, some_model
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.every_combination]  # the rows are matrices; a model and a data file too many are two faults
 
 STATUSES: dict[str, AionnError | None] = {
     "NONE": None,

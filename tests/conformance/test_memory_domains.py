@@ -145,6 +145,7 @@ async def test_allocate_empty_role(device: IDevice, dtype: np.dtype[Any]) -> Non
         await refused(allocate(device, models, [], []))
 
 
+@pytest.mark.every_combination  # each device has a check of its own
 @pytest.mark.parametrize("wrong", [None, object()], ids=["nullptr", "invalid"])
 async def test_allocate_nullptr_and_invalid_prepared_model(device: IDevice, wrong: Any) -> None:
     await both_ways(device, [wrong], BufferRole(0, 0))
