@@ -286,18 +286,49 @@ APP = """
 """
 
 
-async def test_nothing_is_left_when_the_app_is_killed() -> None:
-    app = subprocess.Popen([sys.executable, "-c", textwrap.dedent(APP)], stdout=subprocess.PIPE, text=True)  # noqa: ASYNC220
-    assert app.stdout is not None
-    with app.stdout:
-        driver = int(app.stdout.readline())
-        children = [child.pid for child in psutil.Process(app.pid).children()]
-        assert driver in children
-        assert len(children) == 2
-        app.kill()
-        app.wait()
-        for pid in children:
-            assert await ended(pid, 5.0)
+@pytest.mark.parametrize("and_template", [False, True])
+@pytest.mark.parametrize("times", [1, pytest.param(100, marks=[pytest.mark.soak, pytest.mark.timeout(1200)])])
+async def test_nothing_is_left_when_the_app_is_killed(times: int, and_template: bool) -> None:
+    for _ in range(times):
+        app = subprocess.Popen([sys.executable, "-c", textwrap.dedent(APP)], stdout=subprocess.PIPE, text=True)  # noqa: ASYNC220
+        assert app.stdout is not None
+        with app.stdout:
+            driver = int(app.stdout.readline())
+            children = [child.pid for child in psutil.Process(app.pid).children()]
+            assert driver in children
+            assert len(children) == 2
+            if and_template:
+                children.remove(driver)
+                os.kill(children[0], signal.SIGKILL)
+                children.append(driver)
+            app.kill()
+            app.wait()
+            for pid in children:
+                assert await ended(pid, 5.0)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1200)
+async def test_a_hundred_killed_templates_cost_no_call(silero_path: Path) -> None:
+    async def calls_while_templates_die() -> None:
+        async with aionn.Runtime(start=()) as runtime:
+            model = await runtime.load(silero_path)
+            async with await runtime.compile(model, devices=("onnxruntime",)) as compilation:
+                inputs = {name: np.zeros([size or 1 for size in operand.dimensions or ()], "f4") for name, operand in model.inputs.items()}
+                expected = {name: output.copy() for name, output in (await compilation.compute(inputs)).items()}
+                for _ in range(100):
+                    await templated(runtime)
+                    (pid,) = template_pids()
+                    async with compilation.burst() as burst:
+                        for number in range(20):
+                            if number == 5:
+                                os.kill(pid, signal.SIGKILL)
+                            outputs = await burst.compute(inputs)
+                            assert all(np.array_equal(outputs[name], expected[name]) for name in expected)
+                    assert await ended(pid, 10)
+
+    async with leak_check():
+        await calls_while_templates_die()
 
 
 def test_a_child_of_fork_keeps_nothing_of_the_template() -> None:
