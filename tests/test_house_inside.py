@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
 
@@ -23,6 +23,7 @@ def dotted(path: Path) -> str:
 MOST_LINES = 700
 MOST_FUNCTION_LINES = 60
 MOST_PARAMETERS = 8
+MOST_FILES_OF_A_ROOM = 20
 MOST_ATTRIBUTES = 15
 MOST_METHODS = 20
 
@@ -170,6 +171,11 @@ def private_reads(path: Path, tree: ast.Module) -> Iterator[str]:
 def test_private_means_private() -> None:
     found = [read for path, tree in modules() for read in private_reads(path, tree) if read.split(":")[0] not in PRIVATE_READS]
     assert found == []
+
+
+def test_no_room_has_more_files_than_a_reader_can_hold() -> None:
+    files = Counter(path.parent.relative_to(HOUSE).as_posix() for path, _ in modules())
+    assert {room: count for room, count in files.items() if count > MOST_FILES_OF_A_ROOM} == {}
 
 
 def test_no_module_is_longer_than_a_reader_can_hold() -> None:
