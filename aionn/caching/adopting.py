@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import hmac
 import os
-from dataclasses import dataclass
+
+import msgspec
 
 from aionn.caching.artifact_files import check_descriptors, read_private, record_of
 from aionn.caching.manifest import file_names
@@ -25,8 +26,7 @@ from aionn.hal.trust import decode_keyring
 from aionn.hal.types import CacheFiles
 
 
-@dataclass(frozen=True, slots=True)
-class Expected:
+class Expected(msgspec.Struct, frozen=True):
     """What a statement must say.
 
     Attributes:
@@ -42,8 +42,7 @@ class Expected:
     files: CacheFiles
 
 
-@dataclass(frozen=True, slots=True)
-class Offer:
+class Offer(msgspec.Struct, frozen=True):
     """An artifact whose bytes are those that a trusted builder has signed.
 
     Attributes:

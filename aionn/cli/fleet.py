@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 import aionn
 from aionn.caching.outcomes import Refusal
@@ -38,7 +40,7 @@ def make_key(path: str, name: str, devices: Sequence[str], days: int | None, as_
     """
     key = BuilderKey.generate(name)
     not_after_s = None if days is None else time.time() + days * 86400.0
-    public = replace(key.public, devices=tuple(devices), not_after_s=not_after_s)
+    public = msgspec.structs.replace(key.public, devices=tuple(devices), not_after_s=not_after_s)
     try:
         content = encode_public_key(public)  # before a file is made
     except (OverflowError, ValueError) as error:

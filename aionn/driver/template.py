@@ -41,7 +41,7 @@ from aionn.remote.orders import (
 )
 from aionn.sandbox.confining import SandboxError, threads_here
 
-_IMPORTED_LATER = ("anyio._backends._asyncio", "uvloop", "tomllib", "aionn.driver._valve")
+_IMPORTED_LATER = ("anyio._backends._asyncio", "tomllib", "aionn.driver._valve")
 """What each driver imports when it runs."""
 
 _ONE_THREAD = ("onnxruntime", "reference")
@@ -81,8 +81,6 @@ def _import_needed(device: str) -> str:
         os.environ.pop(name)
         if before is not None:
             os.environ[name] = before
-    import anyio._backends._asyncio  # noqa: F401 -- anyio would import it in each copy, which takes 12 ms
-
     import aionn.driver.process  # noqa: F401
 
     for later in _IMPORTED_LATER:

@@ -6,8 +6,6 @@ with the call. They never come from a store, from an artifact or from the driver
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import msgspec
 from blake3 import blake3
 
@@ -27,8 +25,7 @@ _WEAK = {0, 1, _PRIME - 1, _OF_ORDER_8, _PRIME - _OF_ORDER_8}
 """The y of the ed25519 points of order 1, 2, 4 and 8."""
 
 
-@dataclass(frozen=True, slots=True)
-class TrustedKey:
+class TrustedKey(msgspec.Struct, frozen=True):
     """The public key of a builder, and what it may sign.
 
     Attributes:
@@ -64,8 +61,7 @@ class TrustedKey:
         return not self.devices or device in self.devices
 
 
-@dataclass(frozen=True, slots=True)
-class Keyring:
+class Keyring(msgspec.Struct, frozen=True):
     """The keys that an app trusts at this moment.
 
     Attributes:

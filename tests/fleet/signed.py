@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import numpy as np
 
 from aionn.caching.manifest import StoredFile
@@ -100,7 +100,7 @@ def keyring(*keys: TrustedKey) -> bytes:
 
 def limited(key: BuilderKey, **limits: object) -> bytes:
     """A keyring with one key that may not do everything."""
-    return keyring(dataclasses.replace(key.public, **limits))  # type: ignore[arg-type]
+    return keyring(msgspec.structs.replace(key.public, **limits))
 
 
 @dataclass

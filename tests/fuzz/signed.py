@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from functools import cache
 
+import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from aionn.caching.keyring import decode_public_key, encode_public_key
@@ -36,7 +36,7 @@ def _key() -> TrustedKey:
 
 
 def keyring_seeds() -> list[bytes]:
-    limited = dataclasses.replace(_key(), devices=("onnxruntime", ""), not_after_s=_NOW_S)
+    limited = msgspec.structs.replace(_key(), devices=("onnxruntime", ""), not_after_s=_NOW_S)
     known = (Keyring(), Keyring((_key(),)), Keyring((limited,)), Keyring(fault="open"), Keyring(missing="/keys"))
     return [encode_keyring(keyring) for keyring in known]
 
@@ -55,7 +55,7 @@ def keyrings(data: bytes) -> None:
 
 
 def public_key_seeds() -> list[bytes]:
-    limited = dataclasses.replace(_key(), devices=("onnxruntime",), not_after_s=_NOW_S)
+    limited = msgspec.structs.replace(_key(), devices=("onnxruntime",), not_after_s=_NOW_S)
     return [encode_public_key(_key()), encode_public_key(limited), b"{}", b'{"name": "a", "ed25519": "00", "not_after": "2030-01-01"}']
 
 
