@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 import os
 import shutil
 import signal
@@ -83,25 +84,34 @@ def on_one_loop(items: list[pytest.Item]) -> list[pytest.Item]:
 def in_few_combinations(items: list[pytest.Item]) -> list[pytest.Item]:
     """Return as few cases of each test with several parameters as it takes for each value of each parameter to occur.
 
+    Parameters of a list of cases, which is no product, are one parameter: each case of the list is there for a reason of its own.
     A test for which the combination matters has the mark `every_combination`.
     """
-    values: dict[str, set[tuple[str, str]]] = {}
-    tests: dict[tuple[str, str], list[str]] = {}
+    tests: dict[tuple[str, str], dict[str, dict[str, str]]] = {}
+    lists: dict[tuple[str, str], set[tuple[str, ...]]] = {}
     for item in items:
-        parameters = dict(item.callspec.params) if hasattr(item, "callspec") else {}
-        loop = parameters.pop("anyio_backend", None)
+        parameters = {name: repr(value) for name, value in item.callspec.params.items()} if hasattr(item, "callspec") else {}
+        loop = parameters.pop("anyio_backend", "")
         if len(parameters) > 1 and not item.get_closest_marker("every_combination"):
-            values[item.nodeid] = {(name, repr(value)) for name, value in parameters.items()}
-            one = item.nodeid.partition("[")[0], repr(loop) if item.get_closest_marker("both_loops") else ""
-            tests.setdefault(one, []).append(item.nodeid)
+            one = item.nodeid.partition("[")[0], loop if item.get_closest_marker("both_loops") else ""
+            tests.setdefault(one, {})[item.nodeid] = parameters
+            names = [mark.args[0] for mark in item.iter_markers("parametrize")]
+            lists.setdefault(one, set()).update(tuple(each) for each in names if not isinstance(each, str) and len(each) > 1)
     kept: set[str] = set()
-    for cases in tests.values():
-        missing = set().union(*(values[case] for case in cases))
+    sampled: set[str] = set()
+    for one, cases in tests.items():
+        for names_of_list in lists[one]:
+            rows = {tuple(parameters[name] for name in names_of_list) for parameters in cases.values()}
+            if len(rows) < math.prod(len(set(column)) for column in zip(*rows, strict=True)):
+                for parameters in cases.values():
+                    parameters[" ".join(names_of_list)] = " ".join(parameters.pop(name) for name in names_of_list)
+        sampled.update(cases)
+        missing = {pair for parameters in cases.values() for pair in parameters.items()}
         while missing:
-            best = max(cases, key=lambda case: len(values[case] & missing))  # the first one of several
+            best = max(cases, key=lambda case: len(cases[case].items() & missing))  # the first one of several
             kept.add(best)
-            missing -= values[best]
-    return [item for item in items if item.nodeid in kept or item.nodeid not in values]
+            missing -= cases[best].items()
+    return [item for item in items if item.nodeid in kept or item.nodeid not in sampled]
 
 
 @pytest.hookimpl(trylast=True)  # after -k and -m, so `-k uvloop` still selects all of its tests

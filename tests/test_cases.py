@@ -82,6 +82,7 @@ def product(loops: tuple[str, ...] = ("asyncio",), mark: str | None = None) -> l
             nodeid="tests/test_x.py::test_y[" + "-".join(map(str, (loop, *numbers))) + "]",
             callspec=SimpleNamespace(params={"anyio_backend": LOOPS[loop], **dict(zip(SIZES, numbers, strict=True))}),
             get_closest_marker=lambda name: name if name == mark else None,
+            iter_markers=lambda name: (),
         )
         for loop in loops
         for numbers in itertools.product(*map(range, SIZES.values()))
@@ -117,3 +118,19 @@ def test_one_parameter_keeps_all_its_values(size: int) -> None:
         for n in range(size)
     ]
     assert len(kept(one)) == size
+
+
+@pytest.mark.parametrize(("rows", "number"), [([(1, 1), (1, 2), (2, 2)], 3), ([(1, 1), (1, 2), (2, 1), (2, 2)], 2)])
+def test_a_list_of_cases_runs_whole_unless_it_is_a_product(rows: list[tuple[int, int]], number: int) -> None:
+    """The second row of the list has no value that the others lack."""
+    mark = pytest.mark.parametrize(("a", "b"), rows).mark
+    cases = [
+        SimpleNamespace(
+            nodeid=f"t[{a}-{b}]",
+            callspec=SimpleNamespace(params={"a": a, "b": b}),
+            get_closest_marker=lambda name: None,
+            iter_markers=lambda name: (mark,),
+        )
+        for a, b in rows
+    ]
+    assert len(kept(cases)) == number
