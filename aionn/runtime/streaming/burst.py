@@ -139,8 +139,8 @@ class Burst(AsyncOnly):
         Returns:
             One array per output, by name: views of the burst's memory. They keep their values as long as the app holds them. A second
             `compute` with the same `Frame` overwrites its outputs. Outputs that are held take memory, each as much as a whole frame with
-            its inputs, so copy what must live long. While other calls wait for a free frame, the outputs are copies, and the frame goes
-            to those calls.
+            its inputs, so copy what must live long. A frame for several devices also has the tensors between their steps. While other
+            calls wait for a free frame, the outputs are copies, and the frame goes to those calls.
 
         Raises:
             CallerError: a name, shape or dtype does not fit; nothing was sent.
