@@ -59,6 +59,7 @@ def leave_template(arguments: list[str]) -> list[str]:
     with socket.socket(fileno=SOCKET_FD) as orders:
         if not why:
             gc.freeze()  # a collection would write to all objects, and memory is shared until it is written to
+            _show(["aionn.driver.template"])  # before the copy, so that a copy which has not run yet is not taken for a driver
             why = _copy(OWN_NUMBER)
         if why is None:
             arguments = _wait_for_orders(orders)
@@ -118,7 +119,6 @@ def _wait_for_orders(orders: socket.socket) -> list[str]:
     close_inherited((CONTROL_FD, COUNTER_FD, SOCKET_FD, PAGE_FD))
     bind_to_parent()
     name_process("template")
-    _show(["aionn.driver.template"])
     try:
         orders.send(READY)
         while True:
