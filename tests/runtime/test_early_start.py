@@ -24,7 +24,7 @@ from aionn.runtime.processes.spawning import Settings
 from tests.leaks import driver_pids, ended, leak_check, processes_with
 from tests.stopping import kill_under, stop
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("real_starts")]
 
 REFERENCE = ("reference",)
 
