@@ -29,8 +29,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
-import msgspec
-
 from aionn.pages import layout
 
 SLOT_BYTES = 3072
@@ -153,7 +151,7 @@ class TraceRecord(NamedTuple):
     second: int
 
 
-class SlotView(msgspec.Struct, frozen=True):
+class SlotView(NamedTuple):
     """One slot, at one moment.
 
     Attributes:
@@ -201,7 +199,7 @@ class SlotView(msgspec.Struct, frozen=True):
         return max(0, self.counters["sent"] - self.counters["answered"] - self.counters["lost"])
 
 
-class PageView(msgspec.Struct, frozen=True):
+class PageView(NamedTuple):
     """An app's page, at one moment.
 
     Attributes:

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from aionn._mapping import Mapping
 from aionn.escapes import escaped
@@ -24,8 +24,9 @@ from aionn.pages import layout
 from aionn.pages._page import Slot as Slot
 from aionn.pages._page import Trace
 from aionn.pages.layout import Activity, LayoutError
-from aionn.pages.trace_records import notes_of
-from aionn.trace.events import Counter, Span
+
+if TYPE_CHECKING:
+    from aionn.trace.events import Counter, Span
 
 BEAT_S = 0.5
 """How often a driver's loop writes its heartbeat."""
@@ -150,7 +151,9 @@ class DriverPage:
 
     def write_event(self, event: Span | Counter) -> None:
         """Write a span or a counter as trace records, if the page is being traced. Any thread may call this."""
-        if (event.started_ns if isinstance(event, Span) else event.at_ns) < self._words[layout.TRACE_UNTIL]:
+        if time.monotonic_ns() < self._words[layout.TRACE_UNTIL]:
+            from aionn.pages.trace_records import notes_of  # a driver has imported it; who only reads a page needs no records
+
             for note in notes_of(event):
                 self._events.note(*note)
 
