@@ -36,12 +36,20 @@ SANS_IO = (
     "burst/packets.py",
     "remote/calls.py",
     "remote/control.py",
-    "remote/control.py",
     "caching/manifest.py",
     "caching/statement.py",
     "caching/token.py",
     "fmq/layout.py",
 )
+
+
+def test_the_page_of_the_architecture_shows_each_room_on_its_floor() -> None:
+    page = (HOUSE.parent / "docs" / "explanation" / "architecture.md").read_text(encoding="utf-8")
+    shown = {
+        int(number): line for number, line in re.findall(r"^ +(\d+) (.*)$", page.partition("```\nfloor\n")[2].partition("```")[0], re.M)
+    }
+    for number, rooms in enumerate(FLOORS, 1):
+        assert rooms <= set(re.findall(r"\w+", shown[number])), (number, shown[number])
 
 
 def modules() -> Iterator[tuple[Path, ast.Module]]:
