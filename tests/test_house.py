@@ -45,10 +45,8 @@ SANS_IO = (
 
 def test_the_page_of_the_architecture_shows_each_room_on_its_floor() -> None:
     page = (HOUSE.parent / "docs" / "explanation" / "architecture.md").read_text(encoding="utf-8")
-    shown = {
-        int(number): line
-        for number, line in re.findall(r"^ +(\d+) (.*)$", page.partition("```\nfloor\n")[2].partition("```")[0], re.MULTILINE)
-    }
+    diagram = page.partition("```\nfloor\n")[2].partition("```")[0]
+    shown = {int(number): line for number, line in re.findall(r"^ +(\d+) (.*)$", diagram, re.MULTILINE)}
     for number, rooms in enumerate(FLOORS, 1):
         assert rooms <= set(re.findall(r"\w+", shown[number])), (number, shown[number])
 
