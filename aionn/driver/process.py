@@ -28,8 +28,8 @@ from typing import Any
 import anyio
 import anyio.to_thread
 from anyio.abc import TaskGroup
-from uvloop import new_event_loop
 
+import aionn.pages.trace_records  # noqa: F401  # now, while descriptors are free
 from aionn import trace
 from aionn.driver.beginning import Begun
 from aionn.driver.device import EngineDevice
@@ -119,8 +119,7 @@ async def _serve_until_gone(device: IDevice, begun: Begun, tasks: TaskGroup, pag
 
 def main(begun: Begun) -> int:
     """Serve the socket that the parent left open, in a process that `beginning.begin` has prepared. Returns the exit code."""
-    with asyncio.Runner(loop_factory=new_event_loop) as runner:
-        runner.run(serve(begun))
+    anyio.run(serve, begun, backend_options={"use_uvloop": True})  # callbacks of the loop use anyio, and it notes where sniffio finds it
     return 0
 
 

@@ -41,7 +41,7 @@ from aionn.remote.orders import (
 )
 from aionn.sandbox.confining import SandboxError, threads_here
 
-_IMPORTED_LATER = ("anyio._backends._asyncio", "tomllib", "aionn.driver._valve")
+_IMPORTED_LATER = ("uvloop", "anyio._backends._asyncio", "tomllib", "aionn.driver._valve")
 """What each driver imports when it runs."""
 
 _ONE_THREAD = ("onnxruntime", "reference")

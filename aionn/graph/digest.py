@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 import blake3
 import msgspec
@@ -35,10 +36,12 @@ import msgspec
 from aionn.errors import CallerError
 from aionn.graph.files import Beside, Content, Home, Identity, OpenFile, changed, open_model
 from aionn.graph.wire import Survey, WireError, survey
-from aionn.hal.model import Model
-from aionn.hal.types import DataLocation, IMemory
 from aionn.memo import Memo
 from aionn.trace import span
+
+if TYPE_CHECKING:  # else a digest would import NumPy
+    from aionn.hal.model import Model
+    from aionn.hal.types import DataLocation, IMemory
 
 Place = tuple[str | None, int, int]
 """A range of bytes: a file's location beside the model, or None for the model's own file; offset and length."""
@@ -207,7 +210,7 @@ _CHUNK_BYTES = 4 << 20
 _MOST_KEPT_BYTES = 16 << 20
 """More than this is not kept beside the pool, because it would take memory from every app for a rare use."""
 
-_Kept = tuple[bytes | DataLocation, ...]
+_Kept = tuple["bytes | DataLocation", ...]
 """A serialized model in pieces: bytes, and places in the pool of the model."""
 
 

@@ -1,8 +1,8 @@
 """The confinement of a driver process: what a model file that has taken over a driver can still reach.
 
 A driver parses foreign files in C++. So it gives its own rights away while it has one thread, before it sees a model and before it imports
-an engine of another package. What comes from aionn itself, NumPy and the library of a built-in engine may be imported before: drivers from a
-template have them from there. Linux lets every process do that, without root. What is taken away stays away.
+an engine of another package. NumPy and the library of a built-in engine may be imported before: drivers from a template have them from
+there. Linux lets every process do that, without root. What is taken away stays away.
 
     paths       which files any Python driver must read
     landlock    rules of the kernel about files, TCP, signals and abstract sockets

@@ -93,21 +93,6 @@ def _declared(name: str, shape: Shape, dtype: DTypeLike) -> Any:
     return helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(np.dtype(dtype)), extents)
 
 
-def scaled_model(factor: np.ndarray[tuple[int, ...], np.dtype[np.float32]]) -> bytes:
-    """Return a model that computes y = x * factor elementwise in float32. The factor is its only constant."""
-    from onnx import TensorProto, helper, numpy_helper
-
-    shape = list(factor.shape)
-    graph = helper.make_graph(
-        [helper.make_node("Mul", ["x", "factor"], ["y"], name="mul")],
-        "scaled",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, shape)],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, shape)],
-        [numpy_helper.from_array(factor, "factor")],
-    )
-    return _serialized(graph)
-
-
 def _serialized(graph: GraphProto) -> bytes:
     from onnx import helper
 

@@ -37,11 +37,11 @@ from anyio.abc import TaskGroup
 import aionn.ray
 from aionn.testing import FakeDevice, identity_model
 from aionn.testing.fake_engine import VARIABLE
-from aionn.testing.models import scaled_model
 from tests.bench.machine import Others, machine_lines
 from tests.leaks import ended
 from tests.ray.cluster import ENVIRONMENT, shared_cluster
 from tests.real_models import carried
+from tests.scaled_model import scaled_model
 
 ROOT = Path(__file__).parents[2]
 HANG_S = 2.0

@@ -20,9 +20,9 @@ from onnx import TensorProto, helper
 from aionn.cli import main
 from aionn.cli.printing import ago, duration, size
 from aionn.testing import FakeDevice, identity_model
-from aionn.testing.models import scaled_model
 from tests.leaks import driver_pids, wait_for_end
 from tests.runtime.values_models import linear_classifier, passing
+from tests.scaled_model import scaled_model
 
 FAKE = FakeDevice.name
 SINGLE = "tests.runtime.asked_engine:SingleEngine"

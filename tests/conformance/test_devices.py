@@ -36,9 +36,10 @@ from aionn.hal.types import (
     Result,
 )
 from aionn.memory.region import Region
-from aionn.testing.models import identity_model, scaled_model
+from aionn.testing.models import identity_model
 from tests.conformance.devices import ENGINES, HOLDERS
 from tests.leaks import leak_check
+from tests.scaled_model import scaled_model
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("both_ways")]
 

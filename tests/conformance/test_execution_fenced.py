@@ -24,9 +24,10 @@ from aionn.hal.types import NO_TIMING, UNKNOWN_TIME_US, DataLocation, Dependency
 from aionn.memory.region import Region
 from aionn.remote.fences import FAILURE, make_fence, outcome_of, signal_fence
 from aionn.testing import FakeDevice
-from aionn.testing.models import identity_model, scaled_model
+from aionn.testing.models import identity_model
 from tests.conformance.devices import ENGINES, HOLDERS
 from tests.leaks import leak_check
+from tests.scaled_model import scaled_model
 
 pytestmark = pytest.mark.anyio
 

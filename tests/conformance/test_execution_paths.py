@@ -15,10 +15,11 @@ import pytest
 
 import aionn
 from aionn.hal.types import UNKNOWN_TIME_US, ErrorStatus
-from aionn.testing.models import identity_model, scaled_model
+from aionn.testing.models import identity_model
 from tests.conformance.devices import ENGINES
 from tests.leaks import leaves_nothing
 from tests.real_models import carried, some_input
+from tests.scaled_model import scaled_model
 
 pytestmark = pytest.mark.anyio
 

@@ -28,11 +28,12 @@ import pytest
 import aionn
 from aionn.cli import main
 from aionn.runtime.preparing.kept_model import Idling
-from aionn.testing.models import identity_model, scaled_model
+from aionn.testing.models import identity_model
 from tests.docs.pages import DOCS, ROOT, Block, blocks, programs, the_block
 from tests.engines.provider_shim import install_shim
 from tests.leaks import leak_check
 from tests.runtime.values_models import linear_classifier
+from tests.scaled_model import scaled_model
 
 FRAMES = 4
 

@@ -11,8 +11,8 @@ import numpy as np
 import soundfile
 import soxr
 
-from aionn.testing.models import scaled_model
 from tests.real_models import carried
+from tests.scaled_model import scaled_model
 
 SAMPLE_RATE = 16_000
 

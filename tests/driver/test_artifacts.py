@@ -25,8 +25,8 @@ from aionn.errors import CallerError, CompilationError, DeadlineError
 from aionn.hal import Artifact, CacheFiles, CacheHandles, CompileOptions, Executable, IBlobCache, Model, PrepareOptions
 from aionn.hal.model import known_contents
 from aionn.testing.fake_engine import FakeEngine
-from aionn.testing.models import scaled_model
 from tests.conformance.test_app_memory import BYTES, two_additions
+from tests.scaled_model import scaled_model
 
 pytestmark = pytest.mark.anyio
 TOKEN = bytes(32)

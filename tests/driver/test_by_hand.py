@@ -11,9 +11,10 @@ import aionn
 from aionn.driver import find_engine
 from aionn.errors import CallerError, CompilationError, DeviceUnavailableError
 from aionn.hal import Needs
-from aionn.testing.models import identity_model, scaled_model
+from aionn.testing.models import identity_model
 from tests.driver.handmade_device import VARIABLE
 from tests.leaks import leak_check
+from tests.scaled_model import scaled_model
 
 pytestmark = pytest.mark.anyio
 

@@ -20,9 +20,9 @@ from aionn.errors import CompilationError
 from aionn.hal import CompileOptions, Executable, ExecutionPreference
 from aionn.hal.types import NO_LANES
 from aionn.runtime.model import Model
-from aionn.testing.models import scaled_model
 from tests.engines.onnx_graphs import matmul, model_of, value
 from tests.real_models import carried, some_input
+from tests.scaled_model import scaled_model
 
 
 def side_by_side(lanes: list[Executable], feeds: list[dict[str, NDArray[Any]]], rounds: int) -> list[list[dict[str, NDArray[Any]]]]:

@@ -21,7 +21,7 @@ from aionn.hal import Artifact, CacheHandles, CompileOptions, Model
 from aionn.hal.trust import encode_keyring
 from aionn.runtime.model import Model as AppModel
 from aionn.testing.fake_engine import FakeEngine, FakeExecutable
-from aionn.testing.models import scaled_model
+from tests.scaled_model import scaled_model
 
 DEVICE = "tests.fleet:Engine"
 

@@ -22,10 +22,10 @@ from aionn.fleet.artifact_store import ArtifactStore, claimed_files, trusted_fil
 from aionn.fleet.models import put_model
 from aionn.fleet.places import file_path, model_path
 from aionn.fleet.sweeping import Checked, check_store, sweep
-from aionn.testing.models import scaled_model
 from tests.fleet.entries import KEYRING, Artifact, artifact, some_bytes
 from tests.fleet.fake_s3 import FakeS3
 from tests.fleet.pusher import FILE_BYTES
+from tests.scaled_model import scaled_model
 
 pytestmark = [pytest.mark.anyio, pytest.mark.parametrize("anyio_backend", ["asyncio"])]
 Writes = Callable[[], Awaitable[str]]

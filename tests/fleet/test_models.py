@@ -26,8 +26,8 @@ from aionn.fleet.places import model_path
 from aionn.fleet.sweeping import check_store, sweep
 from aionn.hal import Operand, OperandType
 from aionn.memory.memory import Memory
-from aionn.testing.models import scaled_model
 from tests.real_models import carried, some_input
+from tests.scaled_model import scaled_model
 
 FROM_ROOT = f"/tmp/aionn-escaped-{os.getpid()}"
 CONTENT = scaled_model(np.arange(5000, dtype=np.float32))

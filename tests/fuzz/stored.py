@@ -29,9 +29,10 @@ from aionn.hal.engine import Artifact
 from aionn.hal.interfaces import CacheHandles
 from aionn.hal.types import CacheFiles, ExecutionPreference, IMemory, Priority
 from aionn.memory.region import Region
-from aionn.testing.models import identity_model, scaled_model
+from aionn.testing.models import identity_model
 from tests.fuzz.choices import Choices
 from tests.real_models import carried
+from tests.scaled_model import scaled_model
 
 _TOKEN = bytes(range(32))
 

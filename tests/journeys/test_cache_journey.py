@@ -35,9 +35,9 @@ from aionn.caching.outcomes import CacheOutcome, CacheOutcomeKind, MissReason, R
 from aionn.caching.store import CacheStore
 from aionn.caching.store.locks import hold_now
 from aionn.testing import FakeDevice, identity_model
-from aionn.testing.models import scaled_model
 from tests.journeys.silero import Arrays, Directly
 from tests.leaks import ended, leak_check
+from tests.scaled_model import scaled_model
 
 pytestmark = pytest.mark.anyio
 HIT, MISS, DECLINED, NO_CACHE = CacheOutcomeKind.HIT, CacheOutcomeKind.MISS, CacheOutcomeKind.DECLINED, CacheOutcomeKind.NO_CACHE

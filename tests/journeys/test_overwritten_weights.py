@@ -18,9 +18,9 @@ import aionn
 from aionn.caching.outcomes import CacheOutcomeKind, MissReason
 from aionn.hal.model import known_contents
 from aionn.testing import FakeDevice
-from aionn.testing.models import scaled_model
 from tests.conformance.test_app_memory import BYTES, WIDTH, X, numbers, two_additions
 from tests.leaks import leak_check
+from tests.scaled_model import scaled_model
 
 pytestmark = pytest.mark.anyio
 

@@ -10,7 +10,7 @@ import numpy as np
 
 import aionn
 import aionn.ray
-from aionn.testing.models import scaled_model
+from tests.scaled_model import scaled_model
 
 
 def written_models(folder: Path, count: int, device: str = "onnxruntime") -> dict[str, aionn.ray.ModelSpec]:

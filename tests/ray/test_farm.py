@@ -29,10 +29,11 @@ from aionn.fleet.sweeping import check_store
 from aionn.hal.trust import Keyring
 from aionn.ray.resources import device_resources, device_versions
 from aionn.testing import FakeDevice
-from aionn.testing.models import identity_model, scaled_model
+from aionn.testing.models import identity_model
 from tests.fleet.builders import trust
 from tests.ray.missing import misses
 from tests.real_models import carried, some_input
+from tests.scaled_model import scaled_model
 
 Kind, Reason = aionn.CacheOutcomeKind, aionn.MissReason
 pytestmark = pytest.mark.timeout(120)

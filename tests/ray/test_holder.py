@@ -23,10 +23,10 @@ import aionn
 import aionn.ray
 from aionn.testing import FakeDevice, identity_model
 from aionn.testing.fake_engine import VARIABLE, SecondFakeEngine
-from aionn.testing.models import scaled_model
 from tests.leaks import ended
 from tests.ray.applications import MARK, Application
 from tests.real_models import carried
+from tests.scaled_model import scaled_model
 
 pytestmark = [
     pytest.mark.anyio,

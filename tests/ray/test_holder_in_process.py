@@ -31,10 +31,10 @@ from aionn.ray.models import compile_model, open_model
 from aionn.runtime.processes import process
 from aionn.testing import FakeDevice, identity_model
 from aionn.testing.fake_engine import SecondFakeEngine
-from aionn.testing.models import scaled_model
 from tests.leaks import driver_pids, ended, leaves_nothing
 from tests.ray.multiplexing import CompilationWatch
 from tests.real_models import carried
+from tests.scaled_model import scaled_model
 
 pytestmark = pytest.mark.anyio
 

@@ -432,3 +432,36 @@ def test_an_app_drains_on_its_drivers_when_its_process_group_is_signalled(number
             app.kill()
             app.wait()
         assert (app.returncode, out, complaints) == (0, b"drained\n", b"")
+
+
+SNIFFIO = """
+import asyncio, contextvars, threading
+
+class AsyncLibraryNotFoundError(RuntimeError):
+    pass
+
+class _Local(threading.local):
+    name = None
+
+thread_local = _Local()
+current_async_library_cvar = contextvars.ContextVar("current_async_library_cvar", default=None)
+
+def current_async_library():
+    found = thread_local.name or current_async_library_cvar.get()
+    if found is None:
+        try:
+            asyncio.current_task()
+        except RuntimeError:
+            pass
+        raise AsyncLibraryNotFoundError
+    return found
+"""
+"""What anyio asks in a process where sniffio is installed: a callback of the loop has no current task."""
+
+
+async def test_drivers_work_where_sniffio_is_installed(tmp_path: Path) -> None:
+    (tmp_path / "sniffio.py").write_text(SNIFFIO)
+    async with leak_check(), aionn.Runtime(start=(), driver_env={"PYTHONPATH": str(tmp_path)}) as runtime:
+        compilation = await runtime.compile(aionn.Model.from_onnx(identity_model()), devices=("onnxruntime",))
+        x = np.ones((1, 16), np.float32)
+        assert np.array_equal((await compilation.compute({"input": x}))["input_out"], x)

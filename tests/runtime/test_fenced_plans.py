@@ -21,7 +21,21 @@ from aionn.runtime.serving.planned_execution import PlannedExecution
 from aionn.testing import FakeDevice
 from tests.leaks import leak_check
 from tests.runtime.partial_engines import LeftFake, RightFake
-from tests.runtime.planned_models import LEFT, ORT, REF, RIGHT, chain, compiled, filtering, numbers, plan_of, woven, woven_outputs
+from tests.runtime.planned_models import (
+    LEFT,
+    ORT,
+    REF,
+    RIGHT,
+    chain,
+    compiled,
+    filtering,
+    made,
+    node,
+    numbers,
+    plan_of,
+    woven,
+    woven_outputs,
+)
 
 pytestmark = [pytest.mark.anyio, pytest.mark.both_loops, pytest.mark.usefixtures("surroundings")]
 
@@ -285,3 +299,65 @@ async def test_a_shape_that_no_declaration_told_runs_again(chains: list[int], mo
         np.testing.assert_array_equal(outputs["end"], [-2, -4])
         del outputs
     assert len(chains) == 2
+
+
+MIXED = np.array([1, -1, 2, -2], np.float32)
+
+ABOVE_ZERO = (node("ref_zero", "Sub", ["x", "x"], ["zero"]), node("ref_above", "Greater", ["x", "zero"], ["above"]))
+
+
+async def started_and_computed(compilation: aionn.Compilation) -> list[dict[str, list[float]]]:
+    """Return the outputs of a start, a call and a start."""
+    found = []
+    for way in (compilation.start, compilation.compute, compilation.start):
+        found.append({name: output.tolist() for name, output in (await way({"x": MIXED})).items()})
+    return found
+
+
+async def test_a_false_shape_of_an_output_that_no_step_reads_runs_again() -> None:
+    model = made(
+        [
+            *ABOVE_ZERO,
+            node("ref_keep", "Compress", ["x", "above"], ["kept"], axis=0),
+            node("ort_double", "Add", ["zero", "x"], ["twice"]),
+            node("ref_neg", "Neg", ["twice"], ["end"]),
+        ],
+        {"x": [4]},
+        {"kept": [4], "end": [4]},
+    )
+    async with leak_check(), compiled(model, REF, ORT) as (_, compilation):
+        assert len(plan_of(compilation).steps) == 3
+        right = {"kept": [1.0, 2.0], "end": [-1.0, 1.0, -2.0, 2.0]}
+        assert await started_and_computed(compilation) == [right] * 3
+
+
+async def test_the_second_run_waits_for_each_answer_before_it_sends_the_next_step() -> None:
+    """The third step reads what the first one makes, so it could be sent before the second one's shape is known to be false."""
+    model = made(
+        [
+            node("ort_double", "Add", ["x", "x"], ["twice"]),
+            node("ref_zero", "Sub", ["twice", "twice"], ["zero"]),
+            node("ref_above", "Greater", ["twice", "zero"], ["above"]),
+            node("ref_keep", "Compress", ["twice", "above"], ["kept"], axis=0),
+            node("left_same", "Identity", ["twice"], ["same"]),
+            node("ort_neg", "Neg", ["kept"], ["end"]),
+            node("ort_other", "Neg", ["same"], ["other"]),
+        ],
+        {"x": [4]},
+        {"end": ["M"], "other": [4], "kept": [4]},
+    )
+    with FakeDevice(LeftFake):
+        async with leak_check(), compiled(model, REF, LEFT, ORT) as (_, compilation):
+            assert len(plan_of(compilation).steps) == 4
+            right = {"end": [-2.0, -4.0], "other": [-2.0, 2.0, -4.0, 4.0], "kept": [2.0, 4.0]}
+            assert await started_and_computed(compilation) == [right] * 3
+
+
+async def test_as_many_starts_as_may_be_pending_run_again_in_their_frames() -> None:
+    nodes = [*ABOVE_ZERO, node("ref_keep", "Compress", ["x", "above"], ["kept"], axis=0), node("ort_neg", "Neg", ["kept"], ["end"])]
+    async with leak_check(), compiled(made(nodes, {"x": [4]}, {"end": ["M"], "kept": [4]}), REF, ORT) as (_, compilation):
+        await compilation.compute({"x": MIXED})
+        events = [compilation.start({"x": MIXED}) for _ in range(64)]
+        for event in events:
+            assert (await event)["end"].tolist() == [-1.0, -2.0]
+        del events, event

@@ -22,9 +22,9 @@ from aionn import trace
 from aionn.hal.types import Priority
 from aionn.runtime.preparing.kept_model import LOOKS, Idling
 from aionn.testing import FakeDevice, identity_model
-from aionn.testing.models import scaled_model
 from tests.leaks import driver_pids, leak_check
 from tests.runtime.idling_app import IDLE_S, SHAPE, asleep, device_of, idle, kinds, until, x
+from tests.scaled_model import scaled_model
 from tests.stopping import kill_under
 
 pytestmark = pytest.mark.anyio

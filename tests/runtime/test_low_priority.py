@@ -21,10 +21,10 @@ from aionn.runtime.processes.devices import Device
 from aionn.runtime.processes.liveness import waiting_cpu_ns
 from aionn.runtime.staging import stages
 from aionn.testing import FakeDevice, identity_model
-from aionn.testing.models import scaled_model
 from tests.leaks import driver_pids, leak_check
 from tests.runtime.asked_engine import AskedEngine, SecondAskedEngine
 from tests.runtime.test_liveness import Case
+from tests.scaled_model import scaled_model
 from tests.stopping import kill_under
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("surroundings")]

@@ -21,10 +21,10 @@ import pytest
 import aionn
 from aionn.runtime.staging import stages
 from aionn.testing import FakeDevice, identity_model
-from aionn.testing.models import scaled_model
 from tests.leaks import leak_check
 from tests.runtime.operator_engines import MulEngine, WholeEngine, drivers, expected, three_step_model
 from tests.runtime.staged_streams import SHAPE, frame, rejected, staged
+from tests.scaled_model import scaled_model
 from tests.stopping import stop
 
 pytestmark = pytest.mark.anyio

@@ -19,9 +19,9 @@ import aionn
 from aionn import trace
 from aionn.runtime.staging import measuring, stages
 from aionn.testing import FakeDevice, identity_model
-from aionn.testing.models import scaled_model
 from tests.leaks import leak_check
 from tests.runtime.staged_streams import SHAPE, frame, rejected, staged, streaming
+from tests.scaled_model import scaled_model
 
 pytestmark = pytest.mark.anyio
 

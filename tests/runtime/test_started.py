@@ -16,6 +16,7 @@ from typing import Any
 import anyio
 import msgspec
 import numpy as np
+import onnx.parser
 import pytest
 from onnx import numpy_helper
 
@@ -25,10 +26,10 @@ from aionn.runtime.compilation import parts_of
 from aionn.runtime.executing.starting import IN_FLIGHT, Started
 from aionn.testing import FakeDevice, identity_model
 from aionn.testing.fake_engine import SecondFakeEngine
-from aionn.testing.models import scaled_model
-from tests.leaks import leaves_nothing
+from tests.leaks import leak_check, leaves_nothing
 from tests.runtime.partial_engines import LeftFake, RightFake
 from tests.runtime.planned_models import LEFT, ORT, REF, RIGHT, chain, compiled, made, node
+from tests.scaled_model import scaled_model
 
 pytestmark = [pytest.mark.anyio, pytest.mark.both_loops]
 
@@ -635,3 +636,22 @@ async def test_outputs_that_the_app_holds_keep_their_values_while_other_starts_r
         for number, outputs in enumerate(held):
             np.testing.assert_array_equal(outputs["y"], X + number)
         del held, outputs
+
+
+async def test_device_memory_that_cannot_be_made_fails_its_start_and_not_the_runtime(surroundings: None) -> None:
+    model = onnx.parser.parse_model(
+        '<ir_version: 10, opset_import: ["" : 21]> add (float[4] x, float[4] s) => (float[4] y) { y = Add(x, s) }'
+    )
+    async with leak_check(), aionn.Runtime() as runtime:
+        compilation = await runtime.compile(aionn.Model.from_onnx(model.SerializeToString()), devices=("onnxruntime",))
+        async with await compilation.allocate(inputs=["s"], outputs=["y"], shape=(4,)) as state:
+            await state.copy_from(np.zeros(4, np.float32))
+            x, before = np.ones(4, np.float32), resource.getrlimit(resource.RLIMIT_FSIZE)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1024, before[1]))
+            try:
+                with pytest.raises(aionn.MemoryAllocationError, match="RLIMIT_FSIZE"):
+                    await compilation.start({"x": x, "s": state}, outputs={"y": state})
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, before)
+            await compilation.start({"x": x, "s": state}, outputs={"y": state})
+            assert (await state.copy_to()).tolist() == [1, 1, 1, 1]

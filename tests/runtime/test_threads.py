@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 import aionn
 from aionn.runtime.staging import stages
 from aionn.testing import FakeDevice, identity_model
-from aionn.testing.models import scaled_model
 from tests.leaks import leak_check
 from tests.real_models import carried, some_input
 from tests.runtime.asked_engine import AskedEngine, SecondAskedEngine, SecondSingleEngine, SingleEngine
+from tests.scaled_model import scaled_model
 from tests.stopping import kill_under
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("surroundings")]

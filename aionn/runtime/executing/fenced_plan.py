@@ -87,13 +87,18 @@ class FencedPlan:
     def _go_on(self) -> None:
         """Send the steps that can be sent now."""
         try:
-            while self._outcome is None and len(self._stops) < self._planned.steps and self._planned.is_ready(len(self._stops)):
+            while self._outcome is None and self._next_is_ready():
                 if self._stopped:
                     raise CallerError("the execution was ended before all its steps were sent")
                 self._send()
         except Exception as error:  # steps before have been sent, so this is the answer
             self._outcome = error
             self.end()
+
+    def _next_is_ready(self) -> bool:
+        """Return whether the next step can be sent. In a run without expectations it waits for the answers of all steps before."""
+        number = len(self._stops)
+        return number < self._planned.steps and (self._expects or number == self._taken) and self._planned.is_ready(number)
 
     def end(self) -> None:
         """End the waits of all steps that have not begun, and send no further one."""

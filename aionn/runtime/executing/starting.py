@@ -34,7 +34,7 @@ from aionn.runtime.executing.event import Event, error_of, failed_dependency, fe
 from aionn.runtime.executing.execution import Call, Execution, Executor, between_bytes
 from aionn.runtime.executing.frames import fill
 from aionn.runtime.executing.placement import check_outputs, is_placed, states_of
-from aionn.runtime.executing.transitions import LEFT, PLACE, SEND, SETTLE, WAITING
+from aionn.runtime.executing.transitions import LEFT, PLACE, SEND, SETTLE, SETTLED, WAITING
 from aionn.runtime.preparing.kept_model import KeptModel
 from aionn.runtime.serving.serving import Serving
 from aionn.tasks import deadline_of, seconds_until
@@ -271,7 +271,8 @@ class Started(Execution):
         """Send the request again, with more room for its outputs. It keeps its fence and what it has placed."""
         layout = self._room
         assert layout is not None
-        self._move(layout, between_bytes(serving, layout))
+        if layout is not self.layout:
+            self._move(layout, between_bytes(serving, layout))
         self._act(PLACE)
         for after in self.after:
             after.close()
@@ -293,7 +294,8 @@ class Started(Execution):
         stop, self._stop = self._stop, None
         if stop is not None:
             stop()
-        self._settle()
+        if self.state is not SETTLED:  # its placing has failed, and settled it
+            self._settle()
         if self.state is LEFT:
             del self._starts
         else:

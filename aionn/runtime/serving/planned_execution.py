@@ -189,7 +189,7 @@ class PlannedExecution:
     def expect(self, number: int) -> None:
         """Take the shapes that a step is asked for as those of its outputs, where they are known."""
         for name in self.prepared(number).outputs:
-            if name in self._wiring.made and (shape := self._asked_shape(name)) is not None:
+            if (name in self._wiring.made or name in self._wiring.outputs) and (shape := self._asked_shape(name)) is not None:
                 self._shapes[name] = shape
 
     def surprises(self, number: int, result: Result) -> bool:
