@@ -25,7 +25,7 @@ FLOORS = (
     {"__main__"},
 )
 FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
-# Ground rooms may lean on each other, in this order: the first six know nothing, tasks and trace know errors.
+# Ground rooms may lean on each other, in this order: the first ones know nothing, tasks and needs know errors.
 GROUND_ORDER = ("_mapping", "cgroups", "escapes", "file_ranges", "lazy", "memo", "errors", "events", "needs", "trace", "tasks")
 
 IO_MODULES = {"anyio", "os", "socket", "mmap", "asyncio", "fcntl", "subprocess", "select", "selectors", "aiofiles"}
