@@ -214,8 +214,9 @@ async def test_low_power_is_never_warmed_up() -> None:
         assert client.engine.runs == client.server.answered
 
 
-async def test_a_leased_frame_announces_its_request_to_the_driver() -> None:
-    """The whole way: `burst(anticipate=True)`, a lease, a warm run in the driver's process."""
+async def test_a_leased_frame_announces_its_request_to_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole way: `burst(anticipate=True)`, a lease, a warm run in the driver's process, which lanes make."""
+    monkeypatch.setenv("AIONN_LANES", "1")
     x = {"input": np.ones((1, 16), np.float32)}
     with FakeDevice() as fake:
         async with aionn.Runtime() as runtime:
