@@ -4,7 +4,7 @@ An array of bfloat16 or float8 has the engine's bytes already, and only the type
 2 bits as ONNX does: the first element lies in the lowest bits of a byte. An array of ml_dtypes has a byte for each. So such tensors
 are packed before a run, and unpacked after it (`PackedRuns`).
 
-`deliver` moves outputs that an engine has made into the arrays that were given for them.
+`deliver` moves outputs that an engine has made into the arrays that were given for them. `run_apart` is a second run for that.
 """
 
 from __future__ import annotations
@@ -83,3 +83,20 @@ def deliver(made: dict[str, NDArray[Any]], outputs: Mapping[str, NDArray[Any]]) 
     for name, place in outputs.items():
         if made[name].shape == place.shape:
             place[...] = made.pop(name)
+
+
+def run_apart(
+    executable: Executable, inputs: Mapping[str, NDArray[Any]], outputs: Mapping[str, NDArray[Any]], timing: bool, failure: Exception
+) -> ExecutionReport:
+    """Run again with outputs that the engine's library allocates, after a run that could not write into the given arrays.
+
+    Raises:
+        Exception: `failure`, if this run fails as well.
+    """
+    try:
+        report = executable.run(inputs, {}, timing)
+    except Exception:
+        raise failure from None
+    made = dict(report.outputs)
+    deliver(made, outputs)
+    return ExecutionReport(made, report.on_device_ns)

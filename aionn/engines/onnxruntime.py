@@ -51,7 +51,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aionn.engines.complaints import compilation_error, onnxruntime_failure, without_status
-from aionn.engines.elements import PACKED_BITS, PackedRuns, deliver, pack, packed_bytes
+from aionn.engines.elements import PACKED_BITS, PackedRuns, pack, packed_bytes, run_apart
 from aionn.engines.onnxruntime_artifact import (
     ARTIFACT_FORMAT,
     WEIGHTS_FILE,
@@ -145,7 +145,8 @@ class OnnxRuntimeExecutable:
                 raise
             failure = onnxruntime_failure(error)
             if outputs:
-                return self._run_apart(inputs, outputs, timing, failure)
+                # ORT fails where a given array does not have the output's true shape.
+                return run_apart(self, inputs, outputs, timing, failure)
             raise failure from error
         if not (timing or bound.made or self._passed):
             return _ALL_IN_PLACE
@@ -172,22 +173,6 @@ class OnnxRuntimeExecutable:
             raise
         except Exception as error:
             raise onnxruntime_failure(error) from error
-
-    def _run_apart(
-        self, inputs: Mapping[str, NDArray[Any]], outputs: Mapping[str, NDArray[Any]], timing: bool, failure: Exception
-    ) -> ExecutionReport:
-        """Run again with outputs that ORT itself allocates. ORT fails where a given array does not have the output's true shape.
-
-        Raises:
-            Exception: `failure`, if this run fails as well.
-        """
-        try:
-            report = self.run(inputs, {}, timing)
-        except Exception:
-            raise failure from None
-        made = dict(report.outputs)
-        deliver(made, outputs)
-        return ExecutionReport(made, report.on_device_ns)
 
     def _bind(self, key: tuple[object, ...], inputs: Mapping[str, NDArray[Any]], outputs: Mapping[str, NDArray[Any]]) -> _Binding:
         binding = self._session.io_binding()

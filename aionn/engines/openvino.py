@@ -37,7 +37,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aionn.engines.complaints import openvino_failure
-from aionn.engines.elements import PACKED_BITS, PackedRuns, as_bytes, deliver
+from aionn.engines.elements import PACKED_BITS, PackedRuns, as_bytes, deliver, run_apart
 from aionn.engines.processor import Flushing, instruction_set, run_threads
 from aionn.errors import CallerError, CompilationError, DeviceUnavailableError
 from aionn.hal.engine import Artifact, CompileOptions, Executable, ExecutionReport
@@ -368,7 +368,8 @@ class OpenVINOExecutable:
             failure = openvino_failure(error)
             if not outputs:
                 raise failure from error
-            return self._run_apart(inputs, outputs, timing, failure)
+            self._begin(frozenset())  # OpenVINO refuses an array that the output does not fit into
+            return run_apart(self, inputs, outputs, timing, failure)
         made = {
             # A copy: the request writes its own tensor again next time.
             name: self._tensors.copy_of(name, request.get_output_tensor(index))
@@ -383,23 +384,6 @@ class OpenVINOExecutable:
             deliver(passed, {name: outputs[name] for name in passed})
             made.update((name, array.copy()) for name, array in passed.items())
         return ExecutionReport(made, took_ns if timing else None)
-
-    def _run_apart(
-        self, inputs: Mapping[str, NDArray[Any]], outputs: Mapping[str, NDArray[Any]], timing: bool, failure: Exception
-    ) -> ExecutionReport:
-        """Run again with outputs that OpenVINO allocates. OpenVINO refuses an array that the output does not fit into.
-
-        Raises:
-            Exception: `failure`, if this run fails as well.
-        """
-        self._begin(frozenset())
-        try:
-            report = self.run(inputs, {}, timing)
-        except Exception:
-            raise failure from None
-        made = dict(report.outputs)
-        deliver(made, outputs)
-        return ExecutionReport(made, report.on_device_ns)
 
     @property
     def runs_on(self) -> str:
