@@ -309,8 +309,7 @@ class Execution:
         finally:
             if self._spare is not None:
                 self._spare[1].settled(None)
-            if self.state is not SETTLED:
-                self._settle()
+            self._settle()
 
     async def _run_once(self) -> Outputs | None:
         """Run once. Returns None if there was too little room, or no frame was free."""
@@ -416,7 +415,9 @@ class Execution:
             placement.settled(self.result)
 
     def _settle(self) -> None:
-        """Give the caller its outcome. A driver that still has the request keeps what it may touch, and nothing else, from being freed."""
+        """Give the caller its outcome, unless it has it. A driver that still has the request keeps what it may touch, and nothing else."""
+        if self.state is SETTLED:
+            return
         self._act(SETTLE)
         if self.state is LEFT:
             if self.placement is not None:

@@ -34,7 +34,7 @@ from aionn.runtime.executing.event import Event, error_of, failed_dependency, fe
 from aionn.runtime.executing.execution import Call, Execution, Executor, between_bytes
 from aionn.runtime.executing.frames import fill
 from aionn.runtime.executing.placement import check_outputs, is_placed, states_of
-from aionn.runtime.executing.transitions import LEFT, PLACE, SEND, SETTLE, SETTLED, WAITING
+from aionn.runtime.executing.transitions import LEFT, PLACE, SEND, SETTLE, WAITING
 from aionn.runtime.preparing.kept_model import KeptModel
 from aionn.runtime.serving.serving import Serving
 from aionn.tasks import deadline_of, seconds_until
@@ -294,8 +294,7 @@ class Started(Execution):
         stop, self._stop = self._stop, None
         if stop is not None:
             stop()
-        if self.state is not SETTLED:  # its placing has failed, and settled it
-            self._settle()
+        self._settle()
         if self.state is LEFT:
             del self._starts
         else:
