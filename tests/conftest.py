@@ -10,12 +10,12 @@ import gc
 import logging
 import math
 import os
+import select
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-import time
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -84,7 +84,7 @@ def on_one_loop(items: list[pytest.Item]) -> list[pytest.Item]:
 def in_few_combinations(items: list[pytest.Item]) -> list[pytest.Item]:
     """Return as few cases of each test with several parameters as it takes for each value of each parameter to occur.
 
-    Parameters of a list of cases, which is no product, are one parameter: each case of the list is there for a reason of its own.
+    All cases of a list run that is no product of values, because each was written down for a reason of its own.
     A test for which the combination matters has the mark `every_combination`.
     """
     tests: dict[tuple[str, str], dict[str, dict[str, str]]] = {}
@@ -190,9 +190,10 @@ def drivers_are_copies(request: pytest.FixtureRequest) -> Iterator[None]:
     first = Spawned("onnxruntime", "", USUAL, Settings(sandbox="auto"))
     left = template.template_of_thread()
     while left is not None and not left.over and not left.pid:
-        time.sleep(0.001)
+        select.select([left._orders], [], [])  # it says that it waits for orders, or ends
         left.look()
     first.end()
+    assert template.why_none() == ""
     yield
     template.leave_template(keeper)
     template.end_unused()

@@ -103,7 +103,7 @@ def _import_needed(device: str) -> str:
 
 
 def _copy(at: int) -> str | None:
-    """Copy this process. The copy gets None. This process gets an empty text, or a text that says why there is no copy."""
+    """Copy this process. Returns None in the copy. In this process it returns why there is no copy, or an empty text if there is one."""
     from aionn.driver._sibling import make_sibling
 
     try:

@@ -448,11 +448,11 @@ current_async_library_cvar = contextvars.ContextVar("current_async_library_cvar"
 
 def current_async_library():
     found = thread_local.name or current_async_library_cvar.get()
-    if found is None:
-        try:
-            asyncio.current_task()
-        except RuntimeError:
-            pass
+    try:
+        found = found or (asyncio.current_task() and "asyncio")
+    except RuntimeError:  # no loop runs in this thread
+        pass
+    if not found:
         raise AsyncLibraryNotFoundError
     return found
 """
