@@ -1,0 +1,87 @@
+"""Many callers at real rates, beside what a good engineer would write: `python -m tests.bench many [--row N1,N4] [--rounds 5]`.
+
+Rows, one ratio or more each, with the bound that aionn means to reach. Ratios are computed within a round; their median is judged.
+    N1        64 paced streams of Silero beside `to_thread` over one session
+    N4        16 paced streams of Silero beside the same
+    N5        one paced stream beside 60 lines of shared memory, and beside `to_thread`
+    N6        a model that does nothing, 1,000 times a second, beside shared memory
+    N7        detector, Silero and low-priority work at once: each beside itself alone
+    N8        a chain of two tiny models, in one driver and in two, beside two `compute`
+    N9        a chain of preprocessing and detector, with an idle and with a busy loop, beside two `compute`
+    N11       opening the 64th burst, and the memory that it adds
+    N12       one active burst among 64 idle ones; 64 and 200 outputs held
+Contenders measure short segments in turn, unpinned. Times are microseconds from the moment when a frame is due. CPU is seconds per 10,000
+frames, of the app and of the other process. N6 and N12 need `--rounds 10`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Awaitable, Callable
+
+import uvloop
+
+from tests.bench import many_chains, many_frames, many_streams
+from tests.bench.machine import Others, machine_lines
+from tests.bench.real import INTERRUPTED
+from tests.bench.real_report import NotAvailableError, Options, Report
+
+GROUPS: tuple[tuple[tuple[str, ...], Callable[[Report, Options], Awaitable[None]]], ...] = (
+    (("N1",), many_streams.sixty_four),
+    (("N4",), many_streams.sixteen),
+    (("N5",), many_streams.one),
+    (("N6",), many_streams.identity),
+    (("N7",), many_streams.mixed),
+    (("N8",), many_chains.tiny),
+    (("N9",), many_chains.detection),
+    (("N11",), many_frames.opening),
+    (("N12",), many_frames.idle_and_held),
+)
+ROWS = tuple(row for rows, _ in GROUPS for row in rows)
+
+
+def rows_of(text: str) -> frozenset[str]:
+    found = frozenset(text.replace(" ", "").upper().split(","))
+    if not found <= set(ROWS):
+        raise argparse.ArgumentTypeError(f"unknown rows {sorted(found - set(ROWS))}; give some of {','.join(ROWS)}")
+    return found
+
+
+async def measure(report: Report, options: Options) -> None:
+    for rows, group in GROUPS:
+        if report.wanted & set(rows):
+            try:
+                await group(report, options)
+            except NotAvailableError as error:
+                for row in rows:
+                    report.lacks(row, str(error))
+
+
+def main(argv: list[str]) -> None:
+    """Measure and print. See the module's docstring."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.bench many", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--row", "--rows", type=rows_of, default=frozenset(ROWS), help=f"some of {','.join(ROWS)}")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--frames", type=int, default=190, help="frames per stream and round; more at high rates")
+    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    options = parser.parse_args(argv)
+    head = f"{machine_lines('uvloop', 'numpy', 'onnxruntime')}\nnot pinned; {options.rounds} rounds of {options.frames} frames a stream"
+    report = Report(options.row, quiet=options.json)
+    report.say(head)
+    others = Others()
+    interrupted = False
+    try:
+        uvloop.run(measure(report, Options(options.rounds, options.frames, None)))
+    except KeyboardInterrupt:
+        interrupted = True
+        report.say("\ninterrupted; this is what was measured before")
+    if options.json:
+        print(json.dumps({"machine": head.splitlines(), "others": others.share(), **report.plain()}))
+    else:
+        print(f"\n{report.summary()}\nother processes used {others.share():.0%} of the CPUs meanwhile")
+    if interrupted:
+        sys.exit(INTERRUPTED)
