@@ -411,7 +411,7 @@ class Answer(Generic[T]):
         self._future.cancel()
 
     @property
-    def settled(self) -> bool:
+    def done(self) -> bool:
         """Whether a result or an error was set, or the answer was abandoned."""
         return self._future.done()
 
@@ -512,7 +512,7 @@ async def in_time(
         try:
             with scope:
                 result = await work()
-                if not answer.settled:
+                if not answer.done:
                     answer.set(result)
                 elif late is not None:
                     await late(result)

@@ -189,7 +189,7 @@ def drivers_are_copies(request: pytest.FixtureRequest) -> Iterator[None]:
     template.use_template(keeper)
     first = Spawned("onnxruntime", "", USUAL, Settings(sandbox="auto"))
     left = template.template_of_thread()
-    while left is not None and not left.over and not left.pid:
+    while left is not None and not left.ended and not left.pid:
         select.select([left._orders], [], [])  # it says that it waits for orders, or ends
         left.look()
     first.end()

@@ -64,7 +64,7 @@ async def test_an_answer_is_set_once_and_may_come_after_its_caller_has_left() ->
     left: Answer[int] = Answer(asyncio.get_running_loop())
     left.cancel()
     left.set(3)
-    assert left.settled
+    assert left.done
     assert left.result is None
 
 

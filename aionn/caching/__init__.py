@@ -19,7 +19,7 @@ and a `CacheOutcome` on `compilation.outcomes`. It never raises an exception.
 
 A hit:    store.open_now -> Hit -> prepare_model_from_cache(hit.handles) -> integrity.verify -> engine.load(verified bytes)
 A miss:   store.open -> Miss -> prepare_model(model, publisher.handles) -> integrity.save -> publisher.publish()
-Refused:  hit.refuse(why) -> Miss, as above.
+Refused:  hit.reopen_as_miss(why) -> Miss, as above.
 Adopted:  store.open -> Miss -> adopt(offer) -> adopting.verify_offer -> engine.load -> adopted record -> publisher.publish()
 
 This module is the face for `runtime`. A name is imported when it is first asked for, because a driver needs few of them. Drivers import

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from aionn.hal.interfaces import PrepareOptions
-from aionn.hal.model import Model
+from aionn.hal.model import PooledModel
 from aionn.hal.types import CacheFiles
 from aionn.tasks import ClosedByWith
 
@@ -45,7 +45,7 @@ class ArtifactRequest:
     model_digest: bytes
     files: CacheFiles
     options: PrepareOptions
-    model: Model
+    model: PooledModel
     report: Callable[[str], None] = field(default=_ignore_words, compare=False, repr=False)
 
 

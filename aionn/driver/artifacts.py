@@ -28,7 +28,7 @@ from aionn.driver.received import LentDescriptors
 from aionn.errors import AionnError, CallerError, CompilationError, text_of
 from aionn.hal.engine import Artifact, CompileOptions, Engine, Executable
 from aionn.hal.interfaces import CacheHandles
-from aionn.hal.model import Model
+from aionn.hal.model import PooledModel
 from aionn.hal.types import CacheFiles, Operand
 from aionn.hal.values import Border, as_messages
 
@@ -113,7 +113,7 @@ class Artifacts:
                 self._store = IntegrityStore(name, version, self.files, state_directory=state_directory, known_as=self._known_as)
             return self._store
 
-    def save(self, executable: Executable, model: Model, handles: CacheHandles) -> str:
+    def save(self, executable: Executable, model: PooledModel, handles: CacheHandles) -> str:
         """Store a compiled model. Return "saved", "declined", or the reason why the model was not stored.
 
         Errors of the engine and of the file system are reasons, and are never raised.

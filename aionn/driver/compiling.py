@@ -19,7 +19,7 @@ from aionn.driver.threads import Threads
 from aionn.errors import AionnError, CallerError, CompilationError, ExecutionError, text_of
 from aionn.hal.engine import Artifact, CompileOptions, Engine, Executable
 from aionn.hal.interfaces import CacheHandles
-from aionn.hal.model import Model, known_contents, may_change
+from aionn.hal.model import PooledModel, known_contents, may_change
 from aionn.hal.types import Operand
 from aionn.hal.values import outside_frames
 
@@ -37,7 +37,7 @@ class Compiled(NamedTuple):
     contents: bytes
 
 
-def compiled_model(engine: Engine, model: Model, options: CompileOptions) -> Compiled:
+def compiled_model(engine: Engine, model: PooledModel, options: CompileOptions) -> Compiled:
     """Compile a model. Blocks. Private copies of its constants go when the engine has returned.
 
     Raises:
@@ -59,7 +59,7 @@ def compiled_model(engine: Engine, model: Model, options: CompileOptions) -> Com
     return Compiled(executable, outcome, contents)
 
 
-def _check_values(engine: Engine, model: Model, executable: Executable) -> None:
+def _check_values(engine: Engine, model: PooledModel, executable: Executable) -> None:
     """Check that an executable takes the model's inputs and outputs.
 
     Raises:
@@ -71,7 +71,7 @@ def _check_values(engine: Engine, model: Model, executable: Executable) -> None:
         raise CompilationError(f"device {engine.name!r} cannot run the model: {why}; use another device", reason=why)
 
 
-def _attempts(engine: Engine, model: Model, options: CompileOptions) -> tuple[Executable, str]:
+def _attempts(engine: Engine, model: PooledModel, options: CompileOptions) -> tuple[Executable, str]:
     """Compile. Return also why the model cannot be saved, where compiling worked only without preparing the export, or ""."""
     try:
         return engine.compile(model, options), ""

@@ -36,7 +36,7 @@ from aionn.driver.threads import Threads, trim_arenas
 from aionn.errors import CompilationError, DeadlineError
 from aionn.hal.engine import CancelFlag, CompileOptions, Engine, Executable
 from aionn.hal.interfaces import CacheHandles, IPreparedModel, PrepareOptions
-from aionn.hal.model import Model
+from aionn.hal.model import PooledModel
 from aionn.hal.options import NO_OPTIONS, EngineOptions, OptionValue
 from aionn.hal.types import BufferDesc, BufferRole, CacheFiles, DeviceType
 from aionn.hal.values import from_messages
@@ -97,7 +97,7 @@ class EngineDevice:
         self.type: DeviceType = getattr(engine, "device_type", DeviceType.CPU)
         self.priority_matters: bool = getattr(engine, "priority_matters", False)
 
-    async def get_supported_operations(self, model: Model, *, options: EngineOptions = NO_OPTIONS) -> Sequence[bool]:
+    async def get_supported_operations(self, model: PooledModel, *, options: EngineOptions = NO_OPTIONS) -> Sequence[bool]:
         supported = await self.optional.with_files(
             options, lambda act: self._threads.run(lambda: self._shown(act)), lambda given: self._judge(model, given)
         )
@@ -109,7 +109,7 @@ class EngineDevice:
             )
         return supported
 
-    def _judge(self, model: Model, options: Mapping[str, OptionValue]) -> tuple[bool, ...]:
+    def _judge(self, model: PooledModel, options: Mapping[str, OptionValue]) -> tuple[bool, ...]:
         asked = (options,) if options else ()
         try:
             return tuple(bool(fits) for fits in self._engine.supported_operations(model, *asked))
@@ -119,7 +119,7 @@ class EngineDevice:
     async def get_number_of_cache_files_needed(self) -> CacheFiles:
         return self._artifacts.files
 
-    async def prepare_model(self, model: Model, options: PrepareOptions, cache: CacheHandles | None = None) -> EnginePreparedModel:
+    async def prepare_model(self, model: PooledModel, options: PrepareOptions, cache: CacheHandles | None = None) -> EnginePreparedModel:
         flag = CancelFlag()
         lent = None if cache is None else LentHandles(cache)
         may_export = lent is not None and self._artifacts.files.supported
@@ -147,7 +147,7 @@ class EngineDevice:
         prepared.tuning = Tuning(self.name, executables, self._threads, self._artifacts, (model.token, model.inputs, model.outputs))
         return prepared
 
-    async def _known(self, model: Model, options: PrepareOptions, flag: CancelFlag) -> tuple[Shared | None, bytes]:
+    async def _known(self, model: PooledModel, options: PrepareOptions, flag: CancelFlag) -> tuple[Shared | None, bytes]:
         """Return the executable of a model that has been prepared with these options and constants. Return also what these are now."""
         if not self._sharing.may_have(model, options):
             return None, b""
@@ -197,7 +197,7 @@ class EngineDevice:
         except Exception as error:  # an engine's own exception types end here
             raise compilation_error(self.name, error) from error
 
-    async def _save(self, executable: Executable, model: Model, lent: LentHandles, flag: CancelFlag, deadline_ns: int | None) -> str:
+    async def _save(self, executable: Executable, model: PooledModel, lent: LentHandles, flag: CancelFlag, deadline_ns: int | None) -> str:
         """Store the model and return the outcome. Half of the remaining time is left to the client, which publishes the entry."""
         now_ns = time.monotonic_ns()
         save_by_ns = None if deadline_ns is None else now_ns + max(0, deadline_ns - now_ns) // 2
@@ -314,7 +314,7 @@ async def _listen(name: str, server: ExecutionBurstServer, ended: Callable[[Exec
         ended(server)
 
 
-def _return_freed_memory(model: Model, behind: Callable[[Callable[[], None]], None]) -> None:
+def _return_freed_memory(model: PooledModel, behind: Callable[[Callable[[], None]], None]) -> None:
     """Return what a compilation of a large model has freed to the system, after the answer."""
     if sum(constant.location.length for constant in model.constants) >= _LARGE_BYTES:
         behind(trim_arenas)

@@ -18,7 +18,7 @@ from aionn.burst.packets import PoolReference
 from aionn.driver.execution import BoundExecution, BoundPool
 from aionn.errors import AionnError, CallerError, again
 from aionn.hal.interfaces import IBuffer
-from aionn.hal.model import Model, may_change
+from aionn.hal.model import PooledModel, may_change
 from aionn.hal.types import IMemory, MemoryKind, Request
 from aionn.memory.device_buffer import DeviceBuffer
 from aionn.memory.device_buffers import DeviceBuffers
@@ -119,7 +119,7 @@ def _home_of(memory: IMemory) -> Extent:
     return inode, begin, begin + memory.size_bytes
 
 
-def constants_of(model: Model) -> tuple[Extent, ...]:
+def constants_of(model: PooledModel) -> tuple[Extent, ...]:
     """Return where those constants lie that are an app's memory or a file. The others are sealed against writing."""
     homes = [_home_of(pool) if may_change(pool) else None for pool in model.pools]
     extents: list[Extent] = []

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from aionn.errors import AionnError, CallerError, CompilationError
 from aionn.hal.interfaces import CacheHandles, PrepareOptions
-from aionn.hal.model import Model
+from aionn.hal.model import PooledModel
 from aionn.hal.options import EngineOptions
 from aionn.hal.queues import MQDescriptor
 from aionn.hal.types import IMemory, MemoryDescription, MemoryKind
@@ -105,7 +105,7 @@ class Received(ClosedByWith):
             ((device, own),) if own else (),
         )
 
-    def model(self, message: ModelMessage) -> Model:
+    def model(self, message: ModelMessage) -> PooledModel:
         """Return the client's model. Files with constants are not mapped, because another process may cut them off at any time.
 
         Other pools are mapped copy-on-write, so an engine can never write into the app's.
@@ -126,7 +126,7 @@ class Received(ClosedByWith):
                 raise CompilationError(why, reason=str(error)) from error
             self._closed_with_call.append(pool)
             pools.append(pool)
-        return Model(
+        return PooledModel(
             graph=message.graph,
             inputs=from_messages(message.inputs),
             outputs=from_messages(message.outputs),

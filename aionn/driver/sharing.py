@@ -25,7 +25,7 @@ from aionn.driver.artifacts import Loaded
 from aionn.errors import CompilationError
 from aionn.hal.engine import Executable
 from aionn.hal.interfaces import PrepareOptions
-from aionn.hal.model import Model, known_contents, may_change
+from aionn.hal.model import PooledModel, known_contents, may_change
 from aionn.hal.types import NO_LANES, MemoryKind
 
 _SEALED_BYTES = 16 << 20
@@ -48,7 +48,7 @@ class CompiledIdentity(msgspec.Struct, frozen=True):
     key_id: bytes = b""
 
 
-def _base_of(model: Model) -> bytes:
+def _base_of(model: PooledModel) -> bytes:
     """Return what names a model, or nothing if a second preparation of it cannot be recognised.
 
     Constants in memory that the app may write to are used in place, so they may differ at each preparation. Sealed constants are named
@@ -72,7 +72,7 @@ def _base_of(model: Model) -> bytes:
     return digest.digest()
 
 
-def identity_of(model: Model, contents: bytes, options: PrepareOptions) -> CompiledIdentity | None:
+def identity_of(model: PooledModel, contents: bytes, options: PrepareOptions) -> CompiledIdentity | None:
     """Return the identity of a model whose constants that may change have these contents, or None if it cannot be recognised."""
     base = _base_of(model)
     if not base:
@@ -107,7 +107,7 @@ class Sharing:
         """Return the executable of that identity, or None."""
         return None if identity is None else self._live.get(identity)
 
-    def may_have(self, model: Model, options: PrepareOptions) -> bool:
+    def may_have(self, model: PooledModel, options: PrepareOptions) -> bool:
         """Return whether an executable of this model and these options may be here. Its contents tell."""
         shaping = _shaping(options)
         bases = {known.base for known in list(self._live.keys()) if known.options == shaping}

@@ -66,7 +66,7 @@ from aionn.engines.processor import Flushing, instruction_set, run_threads
 from aionn.errors import CallerError, CompilationError, DeviceUnavailableError
 from aionn.graph.arrays import arrays_over, constant_arrays
 from aionn.hal.engine import Artifact, CompileOptions, Executable, ExecutionReport
-from aionn.hal.model import Model, Operation
+from aionn.hal.model import Operation, PooledModel
 from aionn.hal.options import NO_OPTIONS, OptionValue
 from aionn.hal.types import CacheFiles, DeviceType, ExecutionPreference, OperandType
 
@@ -176,7 +176,7 @@ class OnnxRuntimeExecutable:
 
     def _bind(self, key: tuple[object, ...], inputs: Mapping[str, NDArray[Any]], outputs: Mapping[str, NDArray[Any]]) -> _Binding:
         binding = self._session.io_binding()
-        gone = partial(_forget, weakref.ref(self), key)
+        gone = partial(_unbind, weakref.ref(self), key)
         bound = self._bindings[key] = _Binding(binding, self._outputs, inputs, outputs, self._kinds, gone)
         return bound
 
@@ -247,7 +247,7 @@ class _Binding:
         return found
 
 
-def _forget(executable: weakref.ref[OnnxRuntimeExecutable], key: tuple[object, ...], _: object) -> None:
+def _unbind(executable: weakref.ref[OnnxRuntimeExecutable], key: tuple[object, ...], _: object) -> None:
     """Forget a binding, because one of its arrays is gone. This may happen in any thread."""
     owner = executable()
     if owner is not None:
@@ -367,7 +367,7 @@ class OnnxRuntimeEngine:
             self.cache_files = CacheFiles()
             self.options = {**self.options, "cpu_fallback": bool, "*": (str, int, float, bool)}
 
-    def supported_operations(self, model: Model, options: Mapping[str, OptionValue] = NO_OPTIONS) -> Sequence[bool]:
+    def supported_operations(self, model: PooledModel, options: Mapping[str, OptionValue] = NO_OPTIONS) -> Sequence[bool]:
         """Return per node whether ORT has a kernel for its operator and version. `compile` may still refuse its element type.
 
         A library of operators names them only when a session is made. So it is taken to have what ORT does not know.
@@ -380,7 +380,7 @@ class OnnxRuntimeEngine:
             providers.add(CPU)
         return supported_operations(model, lambda *operator: self._has_kernel(providers, custom, *operator))
 
-    def compile(self, model: Model, options: CompileOptions) -> OnnxRuntimeExecutable:
+    def compile(self, model: PooledModel, options: CompileOptions) -> OnnxRuntimeExecutable:
         """Optimise fully (0 to 130 ms more than without). If the model may be exported, let ORT write the artifact."""
         from aionn.graph.support import gather_tables
 
@@ -396,7 +396,7 @@ class OnnxRuntimeEngine:
         return self._compiled(model, model.graph, arrays, tables, options, work)
 
     def _compiled(
-        self, model: Model, graph: bytes, arrays: Mapping[str, Any], tables: Sequence[str], options: CompileOptions, work: int
+        self, model: PooledModel, graph: bytes, arrays: Mapping[str, Any], tables: Sequence[str], options: CompileOptions, work: int
     ) -> OnnxRuntimeExecutable:
         """Make a session that optimises a graph. It gets copies of all constants, except the tables if they are outside of `graph`."""
         settings = self._settings(options, _threads(options, work))

@@ -41,7 +41,7 @@ from aionn.engines.elements import PACKED_BITS, PackedRuns, as_bytes, deliver, r
 from aionn.engines.processor import Flushing, instruction_set, run_threads
 from aionn.errors import CallerError, CompilationError, DeviceUnavailableError
 from aionn.hal.engine import Artifact, CompileOptions, Executable, ExecutionReport
-from aionn.hal.model import Model, Operation
+from aionn.hal.model import Operation, PooledModel
 from aionn.hal.options import NO_OPTIONS, OptionValue
 from aionn.hal.types import CacheFiles, DeviceType, OperandType
 from aionn.hal.values import outside_frames
@@ -226,7 +226,7 @@ class OpenVINOEngine:
         """Make the engine over a device of OpenVINO, as in "GPU"."""
         return cls(provider)
 
-    def supported_operations(self, model: Model, options: Mapping[str, OptionValue] = NO_OPTIONS) -> Sequence[bool]:
+    def supported_operations(self, model: PooledModel, options: Mapping[str, OptionValue] = NO_OPTIONS) -> Sequence[bool]:
         """Return False for each operator that OpenVINO's ONNX reader names as one it cannot convert."""
         self._chosen.check(options)
         if model.format != "onnx":
@@ -240,7 +240,7 @@ class OpenVINOEngine:
             return tuple(operation.op_type not in refused for operation in model.operations)
         return (True,) * len(model.operations)
 
-    def compile(self, model: Model, options: CompileOptions) -> OpenVINOExecutable:
+    def compile(self, model: PooledModel, options: CompileOptions) -> OpenVINOExecutable:
         """Compile for the shapes that the model leaves open, or for its one static shape. Cannot be interrupted once begun."""
         _check_wanted(options)
         _check_tensors(model)
@@ -286,7 +286,7 @@ class OpenVINOEngine:
         return OpenVINOExecutable(self._ov, compiled, names, artifact)
 
     @staticmethod
-    def _whole(model: Model) -> bytes:
+    def _whole(model: PooledModel) -> bytes:
         from aionn.graph.constants import embed_constants
 
         whole: bytes = embed_constants(model).SerializeToString()
@@ -346,14 +346,14 @@ class OpenVINOExecutable:
                     self._copies[name] = place = array.copy()
                 else:
                     self._copies.pop(name, None)
-                request.set_input_tensor(self._input_index[name], self._tensors.over(name, place))
+                request.set_input_tensor(self._input_index[name], self._tensors.tensor_of(name, place))
                 self._set_inputs[name] = array
             elif name in self._copies:
                 np.copyto(self._copies[name], array)
         try:
             for name, array in outputs.items():
                 if self._set_outputs.get(name) is not array and name not in self._passed:
-                    target = self._tensors.over(name, array)
+                    target = self._tensors.tensor_of(name, array)
                     request.set_output_tensor(self._output_index[name], target)
                     self._set_outputs[name] = array
                     if name in self._open:
@@ -448,7 +448,7 @@ def _check_wanted(options: CompileOptions) -> None:
         raise CompilationError("the compilation was cancelled because its caller stopped waiting", reason="cancelled")
 
 
-def _check_tensors(model: Model) -> None:
+def _check_tensors(model: PooledModel) -> None:
     if strange := outside_frames(model):
         why = f"{strange}, but it runs tensors of numbers only"
         raise CompilationError(f"openvino cannot prepare the model: {why}; use another device", reason=why)
@@ -516,7 +516,7 @@ class Tensors:
         self.packed = {name: kind for name, (kind, _) in self._kinds.items() if kind in PACKED_BITS}
         self.packed_runs: PackedRuns | None = None
 
-    def over(self, name: str, array: NDArray[Any]) -> Any:
+    def tensor_of(self, name: str, array: NDArray[Any]) -> Any:
         """Return a tensor over an array."""
         if name not in self._kinds:
             return self.ov.Tensor(array, shared_memory=True)

@@ -21,7 +21,7 @@ from aionn.engines.complaints import reference_failure
 from aionn.engines.elements import deliver
 from aionn.errors import CompilationError, DeviceUnavailableError
 from aionn.hal.engine import Artifact, CompileOptions, Executable, ExecutionReport
-from aionn.hal.model import Model
+from aionn.hal.model import PooledModel
 from aionn.hal.performance import Performance, PerformanceInfo
 from aionn.hal.types import CacheFiles
 
@@ -59,13 +59,13 @@ class ReferenceEngine:
         self._in_context = RuntimeContextError
         self.version = f"onnx {onnx.__version__};numpy {np.__version__}"
 
-    def supported_operations(self, model: Model) -> Sequence[bool]:
+    def supported_operations(self, model: PooledModel) -> Sequence[bool]:
         """Return per node whether onnx has an implementation of its operator in its version."""
         from aionn.graph.support import supported_operations
 
         return supported_operations(model, self._has_implementation, overloads=False)  # onnx takes the last of one name
 
-    def compile(self, model: Model, options: CompileOptions) -> ReferenceExecutable:
+    def compile(self, model: PooledModel, options: CompileOptions) -> ReferenceExecutable:
         """Make an evaluator of the whole model."""
         from aionn.graph.constants import embed_constants
 

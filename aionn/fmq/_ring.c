@@ -7,7 +7,7 @@
  *     A method that releases the GIL counts itself in `users`. `_release` then leaves the buffers to the last such method.
  *     A child of fork never touches the shared words. Each call compares `generation`, which costs a load and no system call.
  *
- * Refusals have texts and kinds of exception, so Python makes them: `_refuse(code)` must raise. */
+ * Refusals have texts and kinds of exception, so Python makes them: `_raise_refusal(code)` must raise. */
 #define _GNU_SOURCE
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -33,10 +33,10 @@ bool ring_watch_forks(void)
 
 PyObject *ring_refuse(RingObject *self, enum refusal code)
 {
-    PyObject *returned = PyObject_CallMethod((PyObject *)self, "_refuse", "i", (int)code);
+    PyObject *returned = PyObject_CallMethod((PyObject *)self, "_raise_refusal", "i", (int)code);
     if (returned) {
         Py_DECREF(returned);
-        PyErr_SetString(PyExc_SystemError, "_refuse must raise");
+        PyErr_SetString(PyExc_SystemError, "_raise_refusal must raise");
     }
     return NULL;
 }

@@ -1,6 +1,6 @@
 """The native part: each call is one C function over shared words. See ring.h for the protocol.
 
-Every method of `Ring` raises through the subclass's `_refuse(code)`, for a closed, corrupted, forked or foreign queue.
+Every method of `Ring` raises through the subclass's `_raise_refusal(code)`, for a closed, corrupted, forked or foreign queue.
 """
 
 from asyncio import Future

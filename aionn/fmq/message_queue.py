@@ -193,7 +193,7 @@ class MessageQueue(Ring):
             CallerError: the queue has been closed, or has forgotten its memory's descriptors.
         """
         if self._closed:
-            self._refuse(_GONE)
+            self._raise_refusal(_GONE)
         if self._descriptor is None:
             raise CallerError("this queue has closed the descriptors of its memory, so no further peer can attach; make another queue")
         return self._descriptor
@@ -300,7 +300,7 @@ class MessageQueue(Ring):
         if result is not None:
             return result
         if self.flavor is not MQFlavor.SYNCHRONIZED:
-            self._refuse(_FOREIGN)
+            self._raise_refusal(_FOREIGN)
         deadline_ns = deadline_after(timeout_s)
         # From here on, commits set the bit. The next attempt sees what was committed before.
         self.await_futex(bit)
@@ -355,7 +355,7 @@ class MessageQueue(Ring):
 
     # ---- refusals -------------------------------------------------------------------------------------------------------
 
-    def _refuse(self, code: int) -> NoReturn:
+    def _raise_refusal(self, code: int) -> NoReturn:
         """Raise the error for a refusal of `Ring`, which calls this with its code."""
         if code == _CLOSED:
             if self._ended_by is not None:
@@ -371,7 +371,7 @@ class MessageQueue(Ring):
 
     def _raise_if_over(self) -> None:
         if self._closed_word():
-            self._refuse(_CLOSED)
+            self._raise_refusal(_CLOSED)
 
     def _may(self, condition: Callable[[], bool]) -> bool | None:
         """Return True, or None to wait. At the queue's end look once more, because a last commit may lie between the two looks."""
@@ -380,12 +380,12 @@ class MessageQueue(Ring):
         if self._closed_word():
             if condition():
                 return True
-            self._refuse(_CLOSED)
+            self._raise_refusal(_CLOSED)
         return None
 
     def _room(self, room: WaitingRoom | None, count: int) -> WaitingRoom:
         self._check_count(count)
-        return self._refuse(_FOREIGN) if room is None else room
+        return self._raise_refusal(_FOREIGN) if room is None else room
 
     def _check_count(self, count: int) -> None:
         if not 0 <= count <= self.capacity:
@@ -394,7 +394,7 @@ class MessageQueue(Ring):
     def _elements_in(self, data: Data) -> int:
         count, rest = divmod(memoryview(cast("Buffer", data)).nbytes, self.quantum)
         if rest:
-            self._refuse(_NOT_WHOLE)
+            self._raise_refusal(_NOT_WHOLE)
         self._check_count(count)
         return count
 

@@ -9,11 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aionn.errors import CompilationError
-from aionn.hal.model import Constant, Model
+from aionn.hal.model import Constant, PooledModel
 from aionn.hal.types import MemoryKind
 
 
-def constant_arrays(model: Model) -> dict[str, NDArray[Any]]:
+def constant_arrays(model: PooledModel) -> dict[str, NDArray[Any]]:
     """Return the large constants as arrays over the model's pools, by name. Read-only pools give read-only arrays.
 
     Constants in files are copied (`own_constants`). Others are not, and their arrays keep the pools' mappings alive, not the pools.

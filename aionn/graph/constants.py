@@ -29,7 +29,7 @@ from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto,
 from aionn.errors import CompilationError
 from aionn.graph.arrays import constant_arrays
 from aionn.graph.checking import CONSTANT_TYPES, TYPES, border, nested_graphs
-from aionn.hal.model import Constant, Model
+from aionn.hal.model import Constant, PooledModel
 from aionn.hal.types import CONSTANT_COPY_BYTES, DataLocation, Default, Operand
 from aionn.hal.values import joined_texts, split_texts
 
@@ -277,7 +277,7 @@ def bring_in(model: ModelProto, taken: list[Taken], payload_of: PayloadOf) -> No
     visit_tensors(model, inline)
 
 
-def embed_constants(model: Model) -> ModelProto:
+def embed_constants(model: PooledModel) -> ModelProto:
     """The whole ONNX model again, constants inside: for engines that cannot take them by reference. Costs a copy of each.
 
     Raises:

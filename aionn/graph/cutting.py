@@ -30,14 +30,14 @@ from aionn.graph.checking import border, nested_graphs
 from aionn.graph.flow import Flow
 from aionn.graph.steps import Step, step_token
 from aionn.graph.unchanged import contents_of
-from aionn.hal.model import Constant, Model, Operation, known_contents, known_token, may_change
+from aionn.hal.model import Constant, Operation, PooledModel, known_contents, known_token, may_change
 from aionn.hal.performance import Performance
 from aionn.hal.types import DataLocation, ExecutionPreference
 
 _NO_DIGESTS: Mapping[str, bytes] = MappingProxyType({})
 
 
-def step_models(model: Model, steps: Sequence[Step], digests: Mapping[str, bytes] = _NO_DIGESTS) -> tuple[Model, ...]:
+def step_models(model: PooledModel, steps: Sequence[Step], digests: Mapping[str, bytes] = _NO_DIGESTS) -> tuple[PooledModel, ...]:
     """Return the model of each step. It has the inputs and outputs of the step, in the same order.
 
     The token is `step_token`, and is empty where the whole model's is.
@@ -56,12 +56,12 @@ def step_models(model: Model, steps: Sequence[Step], digests: Mapping[str, bytes
 class _Maker:
     """Makes the model of one step."""
 
-    def __init__(self, model: Model, flow: Flow, step: Step, digests: Mapping[str, bytes]) -> None:
+    def __init__(self, model: PooledModel, flow: Flow, step: Step, digests: Mapping[str, bytes]) -> None:
         self._model, self._flow, self._step, self._digests = model, flow, step, digests
         self._nodes = [flow.whole.graph.node[index] for index in step.operations]
         self._read = {name for index in step.operations for name in flow.reads[index]} | set(step.outputs)
 
-    def model(self) -> Model:
+    def model(self) -> PooledModel:
         step, model = self._step, self._model
         constants = [constant for constant in model.constants if constant.name in self._read]
         used = list(dict.fromkeys(constant.location.pool_index for constant in constants))
@@ -73,7 +73,7 @@ class _Maker:
         border_of_whole = self._flow.whole.graph
         inputs = [self._value(name, border_of_whole.input) for name in step.inputs]
         outputs = [self._value(name, (*border_of_whole.input, *border_of_whole.output)) for name in step.outputs]
-        return Model(
+        return PooledModel(
             graph=self._graph(inputs, outputs, places).SerializeToString(deterministic=True),
             inputs=border(inputs, "input"),
             outputs=border(outputs, "output"),
@@ -194,7 +194,7 @@ _Plan = list[tuple[int, list[int]]]
 
 
 def cut(
-    model: Model,
+    model: PooledModel,
     capable: Mapping[str, Sequence[bool]],
     performance: Mapping[str, Performance] = _UNDECLARED,
     preference: ExecutionPreference = ExecutionPreference.FAST_SINGLE_ANSWER,
@@ -324,7 +324,7 @@ def _or_inf(cost: float | None) -> float:
     return float("inf") if cost is None else cost
 
 
-def _check_capable(model: Model, capable: Mapping[str, Sequence[bool]], operations: Iterable[int]) -> None:
+def _check_capable(model: PooledModel, capable: Mapping[str, Sequence[bool]], operations: Iterable[int]) -> None:
     for index in operations:
         if not any(flags[index] for flags in capable.values()):
             it = model.operations[index]
@@ -333,7 +333,7 @@ def _check_capable(model: Model, capable: Mapping[str, Sequence[bool]], operatio
             raise CompilationError(f"{reason}; name a device that can", node=it.name, reason=reason)
 
 
-def _apart(model: Model, capable: Mapping[str, Sequence[bool]], unit: Sequence[int]) -> CompilationError:
+def _apart(model: PooledModel, capable: Mapping[str, Sequence[bool]], unit: Sequence[int]) -> CompilationError:
     """The error for operations that must stay together, and that no device can run together."""
     best = max(capable, key=lambda name: sum(capable[name][index] for index in unit))
     missing = next(index for index in unit if not capable[best][index])
@@ -401,7 +401,7 @@ def _read_by(flow: Flow, units: Sequence[Sequence[int]]) -> list[set[int]]:
     return readers
 
 
-def _as_steps(model: Model, flow: Flow, plan: Sequence[tuple[str, Sequence[int]]]) -> tuple[Step, ...]:
+def _as_steps(model: PooledModel, flow: Flow, plan: Sequence[tuple[str, Sequence[int]]]) -> tuple[Step, ...]:
     """Return the steps with what they read and make.
 
     An output of the model that no operation makes is an input or a constant. The first step hands it through.

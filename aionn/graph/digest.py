@@ -40,7 +40,7 @@ from aionn.memo import Memo
 from aionn.trace import span
 
 if TYPE_CHECKING:  # else a digest would import NumPy
-    from aionn.hal.model import Model
+    from aionn.hal.model import PooledModel
     from aionn.hal.types import DataLocation, IMemory
 
 Place = tuple[str | None, int, int]
@@ -287,7 +287,7 @@ def _joined(kept: _Kept, pools: Sequence[IMemory]) -> Iterator[bytes | memoryvie
 
 def carried_by(
     source: str | os.PathLike[str] | bytes, survey: Survey, placed: Mapping[Place, DataLocation], homes: Mapping[str, Home]
-) -> Callable[[Model], tuple[ModelFile, ...] | None]:
+) -> Callable[[PooledModel], tuple[ModelFile, ...] | None]:
     """Return what finds the files of a model that was read whole, if that is ever asked for. It blocks.
 
     Args:
@@ -301,7 +301,7 @@ def carried_by(
     return partial(_still_there, kept, dict(homes))
 
 
-def _opened_again(path: Path, homes: Mapping[str, Home], model: Model) -> tuple[ModelFile, ...] | None:
+def _opened_again(path: Path, homes: Mapping[str, Home], model: PooledModel) -> tuple[ModelFile, ...] | None:
     try:
         file, directories = open_model(path)
         beside = Beside(file.where, directories, homes)
@@ -311,7 +311,7 @@ def _opened_again(path: Path, homes: Mapping[str, Home], model: Model) -> tuple[
     return carried_files(file, beside, homes) if token == model.token else None
 
 
-def _still_there(kept: _Kept | None, homes: Mapping[str, Home], model: Model) -> tuple[ModelFile, ...] | None:
+def _still_there(kept: _Kept | None, homes: Mapping[str, Home], model: PooledModel) -> tuple[ModelFile, ...] | None:
     if kept is None:
         return None
     return (_file_put_together(kept, model.pools), *(_file_in_memory(name, home) for name, home in homes.items()))

@@ -14,7 +14,7 @@ from onnx import FunctionProto, GraphProto, ModelProto, NodeProto, ValueInfoProt
 from onnx.shape_inference import InferenceError
 
 from aionn.graph.checking import TYPES, nested_graphs
-from aionn.hal.model import Model
+from aionn.hal.model import PooledModel
 from aionn.hal.types import OperandType
 
 _OPEN_EXTENT = 32
@@ -51,7 +51,7 @@ class Flow:
         maker: which operation makes a tensor.
     """
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: PooledModel) -> None:
         self.whole: ModelProto = onnx.ModelProto.FromString(model.graph)
         graph = self.whole.graph
         self.inputs = frozenset(model.inputs)

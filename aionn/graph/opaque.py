@@ -14,7 +14,7 @@ import msgspec
 from blake3 import blake3
 
 from aionn.errors import CallerError
-from aionn.hal.model import OPAQUE, Constant, Model, Operation
+from aionn.hal.model import OPAQUE, Constant, Operation, PooledModel
 from aionn.hal.options import is_unicode
 from aionn.hal.types import DataLocation, IMemory, Operand, OperandType
 
@@ -27,7 +27,7 @@ def opaque_model(
     outputs: Mapping[str, Operand],
     kind: tuple[str, str],
     allocate: Callable[[int], IMemory],
-) -> Model:
+) -> PooledModel:
     """Return the model, with one copy of its bytes in memory that `allocate` returns.
 
     Args:
@@ -49,7 +49,7 @@ def opaque_model(
     pool = allocate(data.nbytes)
     pool.view()[: data.nbytes] = data
     whole = Constant(form, Operand(OperandType.UINT8, (data.nbytes,)), DataLocation(0, 0, data.nbytes))
-    return Model(
+    return PooledModel(
         graph=b"",
         inputs=inputs,
         outputs=outputs,

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from aionn.graph.wire import operator_sets
-from aionn.hal.model import Model
+from aionn.hal.model import PooledModel
 
 if TYPE_CHECKING:
     from onnx import ModelProto, NodeProto, OperatorSetIdProto
@@ -23,7 +23,7 @@ WITH_BODIES = frozenset({"If", "Loop", "Scan", "SequenceMap"})
 """ONNX's operators whose nodes have graphs inside."""
 
 
-def supported_operations(model: Model, known: Known, *, overloads: bool = True) -> tuple[bool, ...]:
+def supported_operations(model: PooledModel, known: Known, *, overloads: bool = True) -> tuple[bool, ...]:
     """Per entry of `model.operations`, whether it and all it contains (bodies, the model's own functions) is known.
 
     Nothing is known of a model of another format than ONNX.
@@ -59,7 +59,7 @@ def supported_operations(model: Model, known: Known, *, overloads: bool = True) 
     return tuple(supports(node, versions) for node in whole.graph.node)
 
 
-def _only_version(model: Model) -> int | None:
+def _only_version(model: PooledModel) -> int | None:
     """Return the version of ONNX's operators if `model.operations` says all about them, else None.
 
     It does for a model of ONNX's own operators alone, without bodies and without functions.
@@ -74,7 +74,7 @@ def _only_version(model: Model) -> int | None:
     return found.pop() if len(found) == 1 else None  # of several, the last in the model counts
 
 
-def gather_tables(model: Model, at_least_bytes: int) -> list[str]:
+def gather_tables(model: PooledModel, at_least_bytes: int) -> list[str]:
     """External constants of at least that size that are read by Gather alone, as the table: nothing else depends on their layout."""
     if _only_version(model) is not None and not any(operation.op_type == "Gather" for operation in model.operations):
         return []

@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from aionn.errors import AionnError, CallerError, CompilationError
 from aionn.file_ranges import FileRange, copy_ranges, digest_ranges, private_memory
 from aionn.hal import model as hal_model
-from aionn.hal.model import Constant, Model, may_change
+from aionn.hal.model import Constant, PooledModel, may_change
 from aionn.hal.types import DataLocation, IMemory, MemoryDescription, MemoryKind
 
 
@@ -30,7 +30,7 @@ def contents_of(digests: Iterable[bytes]) -> bytes:
     return blake3(joined).digest() if joined else b""
 
 
-def changeable_contents(model: Model) -> bytes:
+def changeable_contents(model: PooledModel) -> bytes:
     """Return what `known_contents` is for the constants as they are now. Keeps nothing, and blocks for as long as it takes to read them.
 
     Raises:
@@ -40,7 +40,7 @@ def changeable_contents(model: Model) -> bytes:
     return contents_of(_read(lambda: digest_ranges(places)))
 
 
-def own_constants(model: Model, *, files_only: bool = False) -> tuple[Model, bytes]:
+def own_constants(model: PooledModel, *, files_only: bool = False) -> tuple[PooledModel, bytes]:
     """Return the model with private copies of the constants that may change, and what `known_contents` is for these copies.
 
     Each copy is a pool that begins at a multiple of 64 bytes, and its memory is freed with the last view of it. Constants that cannot
@@ -71,7 +71,7 @@ def own_constants(model: Model, *, files_only: bool = False) -> tuple[Model, byt
         here = DataLocation(next(numbers), 0, place.length) if is_copied(pool) else replace(place, pool_index=index[id(pool)])
         return Constant(constant.name, constant.operand, here)
 
-    own = hal_model.Model(
+    own = hal_model.PooledModel(
         graph=model.graph,
         inputs=model.inputs,
         outputs=model.outputs,
@@ -91,7 +91,7 @@ def _read(read: Callable[[], list[bytes]]) -> list[bytes]:
         raise CompilationError(why, reason=str(error)) from error
 
 
-def _range(model: Model, constant: Constant) -> FileRange:
+def _range(model: PooledModel, constant: Constant) -> FileRange:
     pool, place = model.pools[constant.location.pool_index], constant.location
     return FileRange(pool.fileno(), pool.description.offset_bytes + place.offset, place.length)
 

@@ -23,7 +23,8 @@ This package is the public face for driver authors.
 
 from aionn.hal.engine import Artifact, CancelFlag, CompileOptions, Engine, Executable, ExecutionReport, IBlobCache
 from aionn.hal.interfaces import CacheHandles, IBuffer, IBurstCallback, IBurstContext, IDevice, IPreparedModel, PrepareOptions
-from aionn.hal.model import Constant, Model, Operation, model_bytes
+from aionn.hal.model import Constant, Operation, model_bytes
+from aionn.hal.model import PooledModel as Model
 from aionn.hal.options import EngineOptions, OptionValue
 from aionn.hal.performance import Performance, PerformanceInfo
 from aionn.hal.queues import GrantorDescriptor, MQDescriptor, MQFlavor

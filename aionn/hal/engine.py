@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import msgspec
 from numpy.typing import NDArray
 
-from aionn.hal.model import Model
+from aionn.hal.model import PooledModel
 from aionn.hal.options import OptionValue
 from aionn.hal.types import CacheFiles, ExecutionPreference, Priority
 
@@ -191,11 +191,11 @@ class Engine(Protocol):
     version: str
     cache_files: CacheFiles
 
-    def supported_operations(self, model: Model) -> Sequence[bool]:
+    def supported_operations(self, model: PooledModel) -> Sequence[bool]:
         """Return per entry of `model.operations` whether the engine can run it."""
         ...
 
-    def compile(self, model: Model, options: CompileOptions) -> Executable:
+    def compile(self, model: PooledModel, options: CompileOptions) -> Executable:
         """Compile a model. This call blocks, and runs in a thread.
 
         Constants lie in `model.pools`. Use them in place where possible, and never write to them.

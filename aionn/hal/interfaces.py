@@ -15,7 +15,7 @@ from typing import Protocol
 import msgspec
 
 from aionn.errors import CallerError
-from aionn.hal.model import Model
+from aionn.hal.model import PooledModel
 from aionn.hal.options import NO_OPTIONS, EngineOptions
 from aionn.hal.queues import MQDescriptor
 from aionn.hal.types import (
@@ -227,7 +227,7 @@ class IDevice(Protocol):
         """Whether compilations of different priority differ. If they do not, they share one cache entry."""
         ...
 
-    async def get_supported_operations(self, model: Model, *, options: EngineOptions = NO_OPTIONS) -> Sequence[bool]:
+    async def get_supported_operations(self, model: PooledModel, *, options: EngineOptions = NO_OPTIONS) -> Sequence[bool]:
         """Return per entry of `model.operations` whether the device can run it under these options. Check the memory handles, too."""
         ...
 
@@ -235,7 +235,7 @@ class IDevice(Protocol):
         """Return how many cache files of each kind the device needs."""
         ...
 
-    async def prepare_model(self, model: Model, options: PrepareOptions, cache: CacheHandles | None = None) -> IPreparedModel:
+    async def prepare_model(self, model: PooledModel, options: PrepareOptions, cache: CacheHandles | None = None) -> IPreparedModel:
         """Compile `model`. With `cache`, also store the result there. A failed save never fails the call."""
         ...
 

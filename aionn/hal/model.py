@@ -1,4 +1,4 @@
-"""`Model`: an ONNX graph with its large constants taken out. It is frozen and checked once.
+"""`PooledModel`: an ONNX graph with its large constants taken out. It is frozen and checked once.
 
 The graph stays the standard's own protobuf, without constants of more than `CONSTANT_COPY_BYTES`. The initializer of such a constant
 is marked EXTERNAL (location "pool:<index>", offset, length), and its bytes lie in `pools`. NNAPI calls that CONSTANT_REFERENCE.
@@ -43,7 +43,7 @@ class Constant(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Model:
+class PooledModel:
     """An ONNX graph whose large constants lie in pools: shared memory, or files that drivers copy from.
 
     Attributes:
@@ -100,13 +100,13 @@ class Model:
                 )
 
 
-def known_token(model: Model) -> bytes:
+def known_token(model: PooledModel) -> bytes:
     """Return the token, or nothing where no digest has been made."""
     token: bytes = model.__dict__.get("token", b"")
     return token
 
 
-def known_contents(model: Model) -> bytes:
+def known_contents(model: PooledModel) -> bytes:
     """Return the digest of the constants that can still be written to, as they were when the token was made (`aionn.graph.unchanged`).
 
     It is empty without such constants, or where the digest is not known.
@@ -114,12 +114,12 @@ def known_contents(model: Model) -> bytes:
     return model._contents
 
 
-def label(model: Model) -> str:
+def label(model: PooledModel) -> str:
     """Return a short name for log lines and pages: the first 16 digits of the token, or the file's name."""
     return known_token(model).hex()[:16] or getattr(model, "name", "")
 
 
-def model_bytes(model: Model, format: str) -> memoryview:  # noqa: A002 - the name of the property
+def model_bytes(model: PooledModel, format: str) -> memoryview:  # noqa: A002 - the name of the property
     """Return the bytes of a model of another format than ONNX, in place and read-only. The view keeps them alive.
 
     Raises:

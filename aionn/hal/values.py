@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aionn.errors import CallerError
-from aionn.hal.model import Model
+from aionn.hal.model import PooledModel
 from aionn.hal.types import Operand, OperandType, Result
 
 __all__ = [
@@ -122,7 +122,7 @@ class ValuesResult(NamedTuple):
     copied_bytes: int = 0
 
 
-def outside_frames(model: Model) -> str:
+def outside_frames(model: PooledModel) -> str:
     """Return words for the first input or output that cannot lie in a frame, as in "input 'x' is of type string". Empty if all can."""
     sides = ("input", model.inputs), ("output", model.outputs)
     found = (

@@ -97,7 +97,7 @@ class MemoryFrame:
         group = self.arrays.get(key)
         if group is None:
             if len(self.arrays) >= _REMEMBERED_GROUPS and not self.held():
-                self.forget()
+                self.clear()
             data = self._data
             group = {name: np.ndarray(shape, dtype, buffer=data, offset=offset) for name, dtype, shape, offset in places}
             self._cut += group.values()
@@ -111,7 +111,7 @@ class MemoryFrame:
                 return True
         return False
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Forget all arrays. Those that the app holds keep their bytes."""
         self.arrays.clear()
         self._cut.clear()
@@ -121,7 +121,7 @@ class MemoryFrame:
 
         An error's traceback may hold the frame for long, so its memory must not wait for its last holder.
         """
-        self.forget()
+        self.clear()
         self.bindings.clear()
         self.settled = partial(_unpin_ended, weakref.ref(self))  # no reference to itself, or only the collector would free it
         if not self.pins:

@@ -266,11 +266,11 @@ class Region:
         with self._lock:
             if self._mapping is not None:
                 self._when_closed.append(callback)
-                return lambda: self._forget(callback)
+                return lambda: self._remove_callback(callback)
         callback()
         return lambda: None
 
-    def _forget(self, callback: Callable[[], None]) -> None:
+    def _remove_callback(self, callback: Callable[[], None]) -> None:
         with self._lock:
             if callback in self._when_closed:
                 self._when_closed.remove(callback)

@@ -48,7 +48,7 @@ class Totals:
         self._retired = Sums()
         self._cpu: dict[tuple[int, int], tuple[tuple[str, str], float]] = {}
 
-    def retire(self, view: PageView) -> None:
+    def add_ended(self, view: PageView) -> None:
         """Keep the counters and histograms of a page that has ended."""
         last = Sums()
         self._add(last, view)
@@ -173,7 +173,7 @@ class OtherPages:
                 view = mapped.read()
                 mapped.page.close()
                 if view is not None:
-                    self._totals.retire(view)
+                    self._totals.add_ended(view)
 
     def look(self) -> None:
         """Retire the pages that have ended, and map those that are new. This reads the descriptors of all processes of this user."""

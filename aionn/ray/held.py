@@ -19,7 +19,7 @@ from functools import partial
 
 import aionn
 from aionn.errors import CallerError, again
-from aionn.hal.model import Model
+from aionn.hal.model import PooledModel
 from aionn.hal.values import outside_frames
 from aionn.ray.models import ModelSpec, compile_model, open_model
 from aionn.runtime.processes.spawning import checked_start
@@ -209,7 +209,7 @@ class HeldModel:
         self.compile_in_background()
         return True
 
-    async def _swap(self, spec: ModelSpec, digest: str, model: Model) -> None:
+    async def _swap(self, spec: ModelSpec, digest: str, model: PooledModel) -> None:
         compilation = await self.serving()
         began = time.monotonic()
         await self._runtime.swap(compilation, model)

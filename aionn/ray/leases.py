@@ -102,7 +102,7 @@ class ModelLeases(Generic[T]):
         self._leased = 0  # the number of the last request
         self._chosen_at = 0  # its value when a model was last chosen to leave
         self._closed = False
-        self._forgotten = asyncio.Event()
+        self._freed = asyncio.Event()
 
     def __contains__(self, name: object) -> bool:
         """Return whether the model is open, or was asked for."""
@@ -161,8 +161,8 @@ class ModelLeases(Generic[T]):
         try:
             async with asyncio.timeout(wait_s):
                 while self._entries:
-                    self._forgotten.clear()
-                    await self._forgotten.wait()
+                    self._freed.clear()
+                    await self._freed.wait()
         except TimeoutError:
             return False
         return True
@@ -234,7 +234,7 @@ class ModelLeases(Generic[T]):
         """End a model that is not open yet."""
         if entry.task is None:
             self._waiting.remove(entry)
-            self._forget(entry)
+            self._free_place(entry)
         else:
             entry.state = _State.ENDING  # it keeps its place until its task has ended
             entry.task.cancel()
@@ -252,7 +252,7 @@ class ModelLeases(Generic[T]):
         if task.cancelled() or error is not None:
             if error is not None and not entry.leases and entry.state is _State.OPENING:
                 logger.warning("model %r was not opened, and no request waits for it now: %s: %s", entry.name, type(error).__name__, error)
-            self._forget(entry)
+            self._free_place(entry)
             entry.fail(error if isinstance(error, Exception) else _closing())
         elif entry.state is _State.ENDING:  # it was open before it could be cancelled
             self._close(entry, task.result())
@@ -267,14 +267,14 @@ class ModelLeases(Generic[T]):
         except Exception as error:
             logger.error("model %r was not closed: %s: %s", entry.name, type(error).__name__, error)
         finally:
-            self._forget(entry)
+            self._free_place(entry)
 
-    def _forget(self, entry: _Entry[T]) -> None:
+    def _free_place(self, entry: _Entry[T]) -> None:
         """Give the place of a model to the next one, and let requests that waited for its end go on."""
         entry.state = _State.GONE
         del self._entries[entry.name]
         entry.settled.set()
-        self._forgotten.set()
+        self._freed.set()
         self._share_places()
 
 

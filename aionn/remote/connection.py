@@ -499,13 +499,13 @@ class Connection:
         self._channel.post(greeting)
 
     def when_ended(self, key: object, callback: Callable[[BaseException], None]) -> None:
-        """Call `callback` at `end`, or now if the connection has ended. `forget(key)` cancels that."""
+        """Call `callback` at `end`, or now if the connection has ended. `cancel_when_ended(key)` cancels that."""
         if self._ended_by is not None:
             callback(self._ended_by)
         else:
             self._when_ended[key] = callback
 
-    def forget(self, key: object) -> None:
+    def cancel_when_ended(self, key: object) -> None:
         """Cancel `when_ended` for `key`. Does nothing for an unknown key."""
         self._when_ended.pop(key, None)
 
@@ -554,7 +554,7 @@ class Connection:
                     if isinstance(message, Failed):
                         descriptors.close()
                         asked.answer.fail(answer)
-                    elif asked.answer.settled:
+                    elif asked.answer.done:
                         _close_unwanted(asked, answer, descriptors)
                     else:
                         asked.answer.set((answer, descriptors))

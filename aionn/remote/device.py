@@ -23,7 +23,7 @@ from msgspec.structs import replace
 from aionn.errors import CallerError, CompilationError
 from aionn.escapes import escaped
 from aionn.hal.interfaces import CacheHandles, IBuffer, IBurstCallback, IPreparedModel, PrepareOptions
-from aionn.hal.model import Model, known_contents, known_token, label
+from aionn.hal.model import PooledModel, known_contents, known_token, label
 from aionn.hal.options import NO_OPTIONS, CallOptions, EngineOptions
 from aionn.hal.queues import MQDescriptor
 from aionn.hal.types import KEYRING_NEEDED, BufferDesc, BufferRole, CacheFiles, Dependency, FencedResult, IMemory, Operand, Request, Result
@@ -151,16 +151,16 @@ class RemoteDevice:
         """Whether the driver holds no prepared model and no buffer, and owes no answer."""
         return not (self._models or self._buffers or self.connection.calls_in_flight)
 
-    def remember(self, number: int, model: Model) -> None:
+    def remember(self, number: int, model: PooledModel) -> None:
         """Note which model a prepared model was made of."""
         self._models[number] = label(model)[:12]
 
-    def forget(self, number: int) -> None:
+    def remove_model(self, number: int) -> None:
         """Forget a prepared model that is released."""
         self._models.pop(number, None)
 
     async def get_supported_operations(
-        self, model: Model, deadline_ns: int | None = None, *, options: EngineOptions = NO_OPTIONS
+        self, model: PooledModel, deadline_ns: int | None = None, *, options: EngineOptions = NO_OPTIONS
     ) -> Sequence[bool]:
         """Ask as the HAL says. At `deadline_ns` the caller stops waiting and gets `DeadlineError`."""
         files = await open_files(options) if options.files else ()
@@ -179,7 +179,7 @@ class RemoteDevice:
     async def get_number_of_cache_files_needed(self) -> CacheFiles:
         return self.cache_files
 
-    async def prepare_model(self, model: Model, options: PrepareOptions, cache: CacheHandles | None = None) -> RemotePreparedModel:
+    async def prepare_model(self, model: PooledModel, options: PrepareOptions, cache: CacheHandles | None = None) -> RemotePreparedModel:
         if cache is None:
             return await self._compile(model, options, None)
         from aionn.caching.store.directory import close_handles, open_again  # only caching needs it
@@ -194,7 +194,7 @@ class RemoteDevice:
         prepared.save_outcome = str(opened)
         return prepared
 
-    async def _compile(self, model: Model, options: PrepareOptions, cache: CacheHandles | None) -> RemotePreparedModel:
+    async def _compile(self, model: PooledModel, options: PrepareOptions, cache: CacheHandles | None) -> RemotePreparedModel:
         message, files = model_message(model), None if cache is None else cache_message(cache)
         prepared = await self._prepare(options, lambda asked: PrepareModel(message, asked, files))
         self.remember(prepared.number, model)
@@ -322,7 +322,7 @@ class RemotePreparedModel:
         self.tunes = prepared.tunes
         self._closed = False
 
-    def remember(self, model: Model) -> None:
+    def remember(self, model: PooledModel) -> None:
         """Note which model this is, for log lines: one that comes from a cache does not say so itself."""
         self.device.remember(self.number, model)
 
@@ -464,14 +464,14 @@ class RemotePreparedModel:
     async def aclose(self) -> None:
         if not self._closed and self.device.connection.ended_by is None:
             self._closed = True
-            self.device.forget(self.number)
+            self.device.remove_model(self.number)
             await self.device.connection.call(ReleasePreparedModel(self.number))
 
     def release(self) -> None:
         """Release the model without waiting, for when its last holder has been collected."""
         if not self._closed:
             self._closed = True
-            self.device.forget(self.number)
+            self.device.remove_model(self.number)
             self.device.connection.post(ReleasePreparedModel(self.number))
 
 
@@ -494,11 +494,11 @@ class RemoteBurstContext:
         """Ask whether the driver still has a request to answer, without waiting. Never calls `answered` if the connection ends first."""
         if self._device.connection.ended_by is None:
 
-            def settled(known: bool | BaseException) -> None:
+            def confirm(known: bool | BaseException) -> None:
                 if self._device.connection.ended_by is None:
                     answered(known is True)
 
-            self._device.connection.begin(HasRequest(self._number, identity), settled)
+            self._device.connection.begin(HasRequest(self._number, identity), confirm)
 
     async def aclose(self) -> None:
         """End the burst. Returns when the driver has freed all it held for the burst, or has gone."""
@@ -563,7 +563,7 @@ def lent(memory: IMemory) -> LentMemory:
     return LentMemory(memory.description, Fd(memory.fileno()))
 
 
-def model_message(model: Model) -> ModelMessage:
+def model_message(model: PooledModel) -> ModelMessage:
     return ModelMessage(
         model.graph,
         as_messages(model.inputs),

@@ -20,13 +20,13 @@ from aionn import trace
 from aionn.caching.outcomes import CacheOutcome
 from aionn.errors import AionnError, CallerError
 from aionn.graph.steps import Step
-from aionn.hal.model import Model
+from aionn.hal.model import PooledModel
 from aionn.hal.options import CallOptions
 from aionn.hal.types import ExecutionPreference, Priority
 from aionn.runtime.executing.arguments import Arguments, Outputs
 from aionn.runtime.executing.control import fixed_route
 from aionn.runtime.executing.device_memory import DeviceMemory, allocate
-from aionn.runtime.executing.device_roles import DeviceRoles, Part, part_of
+from aionn.runtime.executing.device_roles import DeviceRoles, ModelRoles, roles_of
 from aionn.runtime.executing.execution import Call, Executor
 from aionn.runtime.executing.frames import Frames
 from aionn.runtime.executing.link import CLOSE_S
@@ -62,7 +62,7 @@ class CompilationParts:
     Attributes:
         kept_model: keeps the model prepared. Its `compiled` is what serves.
         arguments: how arguments are laid out.
-        roles: returns the `Part` with the inputs and the outputs that an app names for device memory.
+        roles: returns the `ModelRoles` with the inputs and the outputs that an app names for device memory.
         bursts: connections of the bursts that the app has made, and of the kept one.
         kept: the burst behind `Compilation.compute`.
         staging: makes better stages, in mode "staged".
@@ -126,7 +126,7 @@ class CompilationParts:
         bursts = list(self.bursts)
         try:
             self.kept_model.close()
-            self.kept.refuse()
+            self.kept.end_waiting()
             if self._starts is not None:
                 self._starts.close()
             if self.staging is not None:
@@ -184,8 +184,8 @@ class CompilationParts:
         return [inputs for inputs in found if inputs is not None]
 
 
-def _roles(kept_model: KeptModel, arguments: Arguments, inputs: Iterable[str], outputs: Iterable[str]) -> Part:
-    return part_of(kept_model.model, arguments.outputs, inputs, outputs)
+def _roles(kept_model: KeptModel, arguments: Arguments, inputs: Iterable[str], outputs: Iterable[str]) -> ModelRoles:
+    return roles_of(kept_model.model, arguments.outputs, inputs, outputs)
 
 
 async def _live(kept_model: weakref.ref[KeptModel]) -> Serving:
@@ -247,7 +247,7 @@ class Compilation(AsyncOnly):
         await self._parts.aclose()
 
     @property
-    def model(self) -> Model:
+    def model(self) -> PooledModel:
         return self._parts.kept_model.model
 
     @property

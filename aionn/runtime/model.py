@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class Model(hal_model.Model):
+class Model(hal_model.PooledModel):
     """A model as an app holds it: its graph, and its large constants.
 
     Attributes:
@@ -65,7 +65,7 @@ class Model(hal_model.Model):
     name = ""
     _source: Source | None = None
     _digests: Mapping[str, bytes] | None = None
-    _carried: Callable[[hal_model.Model], tuple[ModelFile, ...] | None] | None = None
+    _carried: Callable[[hal_model.PooledModel], tuple[ModelFile, ...] | None] | None = None
 
     @classmethod
     async def load(cls, path: str | os.PathLike[str]) -> Model:
@@ -224,7 +224,7 @@ class Model(hal_model.Model):
 _FIELDS = frozenset({"graph", "inputs", "outputs", "operations", "constants", "pools", "token"})
 
 
-def _set(model: hal_model.Model, **values: object) -> None:
+def _set(model: hal_model.PooledModel, **values: object) -> None:
     for name, value in values.items():
         object.__setattr__(model, name, value)  # the dataclass is frozen for its users
 
@@ -259,18 +259,18 @@ class Source(Protocol):
         """
 
 
-def source_of(model: hal_model.Model) -> Source | None:
+def source_of(model: hal_model.PooledModel) -> Source | None:
     """Return the source of a model that may lack its token or its graph: files, or the plan of which it is a step."""
     found: Source | None = model.__dict__.get("_source")
     return found
 
 
-def is_read(model: hal_model.Model) -> bool:
+def is_read(model: hal_model.PooledModel) -> bool:
     """Return whether a model's graph is known."""
     return "graph" in model.__dict__
 
 
-def adopt(model: hal_model.Model, inputs: Mapping[str, Operand], outputs: Mapping[str, Operand]) -> bool:
+def adopt(model: hal_model.PooledModel, inputs: Mapping[str, Operand], outputs: Mapping[str, Operand]) -> bool:
     """Return whether a compilation's operands are the model's. A model that does not know its operands takes these."""
     if "inputs" in model.__dict__:
         return list(model.inputs.items()) == list(inputs.items()) and list(model.outputs.items()) == list(outputs.items())
@@ -278,12 +278,12 @@ def adopt(model: hal_model.Model, inputs: Mapping[str, Operand], outputs: Mappin
     return True
 
 
-def digests_of(model: hal_model.Model) -> Mapping[str, bytes] | None:
+def digests_of(model: hal_model.PooledModel) -> Mapping[str, bytes] | None:
     """Return the digest of each constant that may change, by name, as the token names them. None while that is not known."""
     return model._digests if isinstance(model, Model) else None
 
 
-async def content_of(model: hal_model.Model) -> tuple[ModelFile, ...] | None:
+async def content_of(model: hal_model.PooledModel) -> tuple[ModelFile, ...] | None:
     """Return the files of an ONNX model, not read yet. A machine that loads them has a model with the same token.
 
     Returns None if they cannot be had: the model has another format, or is a step of a plan; or its file has changed since it was read
@@ -345,7 +345,7 @@ class _Files:
             read = read_content(self._file, self._beside, self._digested, frozen.allocate, FileMemory)
             frozen.freeze()
             check_files(self._file, self._beside)
-            whole = hal_model.Model(
+            whole = hal_model.PooledModel(
                 graph=read.graph,
                 inputs=read.inputs,
                 outputs=read.outputs,

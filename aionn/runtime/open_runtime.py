@@ -24,7 +24,7 @@ from aionn.caching.store import CacheStore
 from aionn.errors import CallerError, DeadlineError, refuse_coroutine
 from aionn.events import Event
 from aionn.hal.interfaces import PrepareOptions
-from aionn.hal.model import Model, known_token
+from aionn.hal.model import PooledModel, known_token
 from aionn.hal.types import CACHE_TOKEN_BYTES, MAX_INSTANCES, MAX_THREADS, ExecutionPreference, Priority
 from aionn.hal.values import outside_frames
 from aionn.runtime.compilation import Compilation, CompilationParts
@@ -61,7 +61,7 @@ _PRIORITIES = {member.name.lower(): member for member in Priority}
 class Asked(msgspec.Struct, frozen=True, kw_only=True):
     """The arguments of `Runtime.compile`, as the app gave them."""
 
-    model: Model
+    model: PooledModel
     devices: Sequence[str] | None
     preference: str
     priority: str
@@ -127,7 +127,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
         token: Any = self.token
         policy: Any = self.stage_policy
         mode, stages, cache_dir = self.mode, self.stages, self.cache_dir
-        if not isinstance(model, Model):
+        if not isinstance(model, PooledModel):
             refuse_coroutine(model, "the model to compile")
             raise CallerError(f"compile takes an aionn.Model, not {type(model).__name__}; open one with await aionn.Model.load(path)")
         if mode not in ("eager", "jit", "staged"):

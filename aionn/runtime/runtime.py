@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from aionn.events import Event
-    from aionn.hal.model import Model
+    from aionn.hal.model import PooledModel
     from aionn.needs import Needs
     from aionn.runtime.compilation import Compilation
     from aionn.runtime.executing.device_memory import DeviceMemory
@@ -216,7 +216,7 @@ class Runtime(AsyncOnly):
 
     async def compile(
         self,
-        model: Model,
+        model: PooledModel,
         *,
         devices: Sequence[str] | None = None,
         preference: Preference = "fast_single_answer",
@@ -371,7 +371,7 @@ class Runtime(AsyncOnly):
 
         return await allocate_for(self._opened.session, inputs, outputs, shape, timeout_s)
 
-    async def swap(self, compilation: Compilation, model: Model, *, timeout_s: float | None = None) -> None:
+    async def swap(self, compilation: Compilation, model: PooledModel, *, timeout_s: float | None = None) -> None:
         """Let another model take over a compilation and its open bursts, between two executions: the app's own new version.
 
         The new model is compiled in the background on the device that serves now, kept in the same cache, and tried once. Then it is

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from aionn.driver.registry import find_engine
 from aionn.errors import CompilationError
 from aionn.hal.engine import Artifact, CompileOptions, Executable, ExecutionReport
-from aionn.hal.model import Model, model_bytes
+from aionn.hal.model import PooledModel, model_bytes
 from aionn.hal.types import CacheFiles
 
 LOADER = "aionn.testing.damaged:ArtifactLoader"
@@ -39,10 +39,10 @@ class ArtifactLoader:
     version = "1"
     cache_files = CacheFiles()
 
-    def supported_operations(self, model: Model) -> Sequence[bool]:
+    def supported_operations(self, model: PooledModel) -> Sequence[bool]:
         return [model.format == FORMAT] * len(model.operations)
 
-    def compile(self, model: Model, options: CompileOptions) -> Executable:
+    def compile(self, model: PooledModel, options: CompileOptions) -> Executable:
         stored = msgspec.msgpack.decode(model_bytes(model, FORMAT), type=_Packed)
         engine = find_engine(stored.engine)
         try:

@@ -85,14 +85,14 @@ class FakeDevice:
     def _write(self, behaviour: Behaviour) -> None:
         behaviour = msgspec.structs.replace(behaviour, hold=self._behaviour.hold + 1)
         self._behaviour = behaviour
-        self._forget()
+        self._clear_heard()
         fcntl.fcntl(self._hold_fd, fcntl.F_OFD_SETLK, lock_of(fcntl.F_WRLCK, behaviour.hold))
         new = self._path.with_suffix(".new")
         new.write_bytes(msgspec.json.encode(behaviour))
         os.replace(new, self._path)  # the engine reads the old or the new one, never half
         fcntl.fcntl(self._hold_fd, fcntl.F_OFD_SETLK, lock_of(fcntl.F_UNLCK, behaviour.hold - 1))  # an act that hangs reads the new one
 
-    def _forget(self) -> None:
+    def _clear_heard(self) -> None:
         self._heard = b""
         while self._events_fd >= 0:
             try:

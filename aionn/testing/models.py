@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from aionn.errors import CallerError
-from aionn.hal.model import Model
+from aionn.hal.model import PooledModel
 from aionn.testing.fake_engine import FAKE_DOMAIN
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ class CheckedModel:
     """
 
     name: str
-    model: Model
+    model: PooledModel
     runs: Sequence[Arrays]
     expected: Sequence[Arrays] | None = None
     tolerance: float = 1e-4
@@ -132,7 +132,7 @@ class CheckedModel:
         return self._made[0][run]
 
 
-def _by_the_reference(model: Model, runs: Sequence[Arrays]) -> Sequence[Arrays]:
+def _by_the_reference(model: PooledModel, runs: Sequence[Arrays]) -> Sequence[Arrays]:
     from aionn.engines.reference import ReferenceEngine
     from aionn.hal.engine import CompileOptions
 
@@ -199,7 +199,7 @@ def standard_models() -> list[CheckedModel]:
     ]
 
 
-def unknown_operator() -> Model:
+def unknown_operator() -> PooledModel:
     """Return a model with an operator that no engine has."""
     from onnx import helper
 
@@ -213,7 +213,7 @@ def _model(
     outputs: Mapping[str, Sequence[int | str]],
     constants: Mapping[str, NDArray[Any]] | None = None,
     kind: int = 1,
-) -> Model:
+) -> PooledModel:
     from onnx import helper, numpy_helper
 
     import aionn

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from tritonclient import utils
 from tritonclient.http import aio
 
-from aionn.hal.model import Model
+from aionn.hal.model import PooledModel
 from tests.asgi.oip_models import IN_JSON, NUMBERS, extremes, json_model, numbers_model, texts_model
 from tests.asgi.oip_served import OipServed, oip_served
 from tests.real_models import carried, some_input
@@ -45,7 +45,7 @@ def given(name: str, array: NDArray[Any], datatype: str, binary: bool) -> Any:
     return made
 
 
-def inputs_of(model: Model, *extents: int, seed: int = 0) -> dict[str, NDArray[Any]]:
+def inputs_of(model: PooledModel, *extents: int, seed: int = 0) -> dict[str, NDArray[Any]]:
     return {name: some_input(operand, *extents, seed=seed) for name, operand in model.inputs.items()}
 
 

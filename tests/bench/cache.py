@@ -110,7 +110,7 @@ async def save_and_load(directory: Path, megabytes: int, repeat: int) -> None:
             began = time.perf_counter()
             missed = await store.open(wanted(0))
             if isinstance(missed, Hit):
-                missed = await missed.refuse(Refusal(MissReason.WRONG_BYTES))
+                missed = await missed.reopen_as_miss(Refusal(MissReason.WRONG_BYTES))
             assert isinstance(missed, Miss)
             assert missed.publisher is not None
             assert driver.save(missed.publisher.handles, artifact) is None

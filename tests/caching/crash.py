@@ -83,7 +83,7 @@ async def save(place: Path, content: bytes) -> None:
     async with CacheStore(place / "cache") as store:
         found = await store.open(wanted())
         if isinstance(found, Hit):
-            found = await found.refuse(Refusal(MissReason.WRONG_BYTES))
+            found = await found.reopen_as_miss(Refusal(MissReason.WRONG_BYTES))
         async with found:
             assert isinstance(found, Miss), found
             assert found.publisher is not None, found.outcome

@@ -47,7 +47,7 @@ async def replacing(store: CacheStore, what: Wanted) -> Publisher:
     """Refuse the stored generation, as a device does; return the publisher of the next one."""
     found = await store.open(what)
     assert isinstance(found, Hit), found
-    again = await found.refuse(Refusal(MissReason.WRONG_BYTES))
+    again = await found.reopen_as_miss(Refusal(MissReason.WRONG_BYTES))
     assert isinstance(again, Miss), again
     assert again.publisher is not None, again.outcome
     return again.publisher

@@ -287,7 +287,7 @@ async def test_what_the_device_refuses_is_a_miss_with_its_reason_and_is_replaced
         await stored(store, wanted(), b"bad")
         hit = await store.open(wanted())
         assert isinstance(hit, Hit)
-        again = await hit.refuse(Refusal(MissReason.WRONG_BYTES, "file 0"))
+        again = await hit.reopen_as_miss(Refusal(MissReason.WRONG_BYTES, "file 0"))
         assert isinstance(again, Miss)
         async with again:
             assert (again.outcome.reason, again.outcome.detail) == (MissReason.WRONG_BYTES, "file 0")
@@ -304,14 +304,14 @@ async def test_a_refused_hit_is_a_hit_again_if_another_rebuilt_it(directory: Pat
         first, second = await store.open(wanted()), await other.open(wanted())
         assert isinstance(first, Hit)
         assert isinstance(second, Hit)
-        rebuilt = await first.refuse(Refusal(MissReason.WRONG_BYTES))
+        rebuilt = await first.reopen_as_miss(Refusal(MissReason.WRONG_BYTES))
         assert isinstance(rebuilt, Miss)
         assert rebuilt.publisher is not None
         fill(rebuilt.publisher.handles, b"good")
         results: list[Hit | Miss | Declined] = []
 
         async def refuse_too() -> None:
-            results.append(await second.refuse(Refusal(MissReason.WRONG_BYTES)))
+            results.append(await second.reopen_as_miss(Refusal(MissReason.WRONG_BYTES)))
 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(refuse_too)
@@ -498,7 +498,7 @@ async def test_no_descriptor_of_a_cache_directory_is_open_while_nothing_is_done_
         assert isinstance(hit, Hit)
         assert len(held()) == len(contents(hit.handles)) + 1  # its files and its lock
         hit.leave()
-        await store.settled()
+        await store.wait_idle()
         assert held() == set()
         await stored(store, wanted(1))
         assert [bad async for bad in store.verify()] == []
@@ -741,7 +741,7 @@ def test_what_is_to_be_done_behind_a_caller_is_done_though_the_loop_takes_no_mor
         await asyncio.get_running_loop().shutdown_default_executor()
         store.run_later(lambda: done.append(1))
         with anyio.fail_after(30):
-            await store.settled()
+            await store.wait_idle()
         return done
 
     assert asyncio.run(main()) == [1]
@@ -815,7 +815,7 @@ async def test_a_caller_that_leaves_while_its_files_are_staged_leaves_nothing(di
             await opening
         assert generations(directory, wanted())
         go_on.set()
-        await store.settled()
+        await store.wait_idle()
         assert not (directory / "entries" / wanted().key.hex()).exists()
         assert not any(f"{directory}/" in name for name in open_descriptors())
         async with await miss(store, wanted()):

@@ -114,7 +114,7 @@ def test_arming_with_a_mask_needs_a_flag_word() -> None:
     refused: list[int] = []
 
     class Refusing(Ring):
-        def _refuse(self, code: int) -> None:
+        def _raise_refusal(self, code: int) -> None:
             refused.append(code)
             raise LookupError
 

@@ -298,7 +298,7 @@ def index_databases(data: bytes) -> None:
                 with suppress(sqlite3.Error):
                     assert act()
             with suppress(sqlite3.Error):
-                index.drop(_TOKEN)
+                index.remove(_TOKEN)
             with suppress(sqlite3.Error):
                 index.put(_manifest(), published=True)
         finally:

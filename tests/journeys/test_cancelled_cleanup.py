@@ -16,7 +16,7 @@ from aionn.caching.store.opening import Hit
 from aionn.memory.memory import Memory
 from aionn.memory.region import Region
 from aionn.remote.device import RemoteBuffer, RemotePreparedModel
-from aionn.runtime.executing.device_roles import DeviceRoles, part_of
+from aionn.runtime.executing.device_roles import DeviceRoles, roles_of
 from aionn.testing import FakeDevice, identity_model
 from tests.leaks import ended, leak_check
 
@@ -46,7 +46,7 @@ async def cancelled_after(turns: int, work: Any) -> bool:
 async def is_released(prepared: RemotePreparedModel, compilation: aionn.Compilation) -> bool:
     """Whether its driver does not know the model any more. Asked over the socket, behind what was asked before."""
     try:
-        (await DeviceRoles([part_of(compilation.model, {}, ("input",), ())], None).allocate([prepared])).release()
+        (await DeviceRoles([roles_of(compilation.model, {}, ("input",), ())], None).allocate([prepared])).release()
     except aionn.CallerError as error:
         assert "does not exist in this driver process" in str(error)
         return True

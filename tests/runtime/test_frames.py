@@ -125,7 +125,7 @@ async def test_a_link_that_ends_leaves_nothing_of_it_in_the_driver(end: str) -> 
             if end == "its link is replaced":
                 change = await burst_connection.prepare(serving)
                 change.commit()
-                await change.retire()
+                await change.release_old()
             elif end == "its link is of no use":
                 await link.aclose(aionn.CallerError("another stage has been swapped in"))
             else:

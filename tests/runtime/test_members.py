@@ -9,7 +9,7 @@ import anyio
 import pytest
 
 import aionn
-from aionn.hal.model import Model
+from aionn.hal.model import PooledModel
 from aionn.remote.device import RemotePreparedModel
 from aionn.runtime.serving.serving import CompiledModel, NotNowError, Serving
 
@@ -52,11 +52,11 @@ class Recorded:
     def commit(self) -> None:
         self._note("commit")
 
-    async def retire(self) -> None:
-        self._note("retire")
+    async def release_old(self) -> None:
+        self._note("release_old")
 
-    def abort(self) -> None:
-        self._note("abort")
+    def release_new(self) -> None:
+        self._note("release_new")
 
 
 def serving(compiled: CompiledModel, name: str) -> Serving:
@@ -64,7 +64,7 @@ def serving(compiled: CompiledModel, name: str) -> Serving:
 
     device = SimpleNamespace(name=name, connection=SimpleNamespace(ended_by=None))
     prepared = SimpleNamespace(device=device, aclose=aclose)
-    return Serving(cast(RemotePreparedModel, prepared), cast(Model, None), compiled.use)
+    return Serving(cast(RemotePreparedModel, prepared), cast(PooledModel, None), compiled.use)
 
 
 async def test_a_swap_commits_every_change_and_retires_what_was_replaced() -> None:
@@ -95,7 +95,7 @@ async def test_one_member_that_cannot_follow_aborts_the_others(fails: str) -> No
         assert (compiled.serving, compiled.gate.shut) == (old, False)
     assert "burst abort" in log
     assert ("memory abort" in log) == (fails == "check")
-    assert not any("commit" in entry or "retire" in entry for entry in log)
+    assert not any("commit" in entry or "release_old" in entry for entry in log)
 
 
 async def test_a_member_that_comes_during_the_swap_ends_it() -> None:

@@ -176,5 +176,5 @@ async def test_a_use_by_the_other_compilation_during_a_swap_makes_the_copy_outda
             await decoder.compute({"x": hidden}, outputs={"y": hidden})
             with pytest.raises(NotNowError, match="another compilation used the device memory"):
                 change.check()
-            change.abort()
+            change.release_new()
             np.testing.assert_array_equal(await hidden.snapshot(), np.full(N, 11, np.float32))

@@ -25,7 +25,7 @@ from aionn.asgi.requests import RETRY_AFTER_S
 from aionn.asgi.requests import models as models_of
 from aionn.asgi.served import Models
 from aionn.errors import CallerError
-from aionn.hal.model import Model
+from aionn.hal.model import PooledModel
 from aionn.hal.values import outside_frames
 from aionn.memo import Memo
 from aionn.runtime.executing.retrying import Retries
@@ -138,7 +138,7 @@ class _Kept:
 
     counts: Counts = field(default_factory=Counts)
     target: ServedModel | None = None
-    model: Model | None = None
+    model: PooledModel | None = None
     streaming: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(STREAMED))
     opening: anyio.Lock = field(default_factory=anyio.Lock)
     burst: aionn.Burst | None = None

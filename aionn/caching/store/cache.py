@@ -139,7 +139,7 @@ class CacheStore(ThreadWork):
         try:
             while self._users:
                 await next(iter(self._users)).wait()
-            await self.settled()
+            await self.wait_idle()
         finally:
             self._house.close()
             self.fail_waiting(CallerError("the cache store was closed"))
@@ -155,7 +155,7 @@ class CacheStore(ThreadWork):
             self._users.discard(ended)
             ended.set()
 
-    async def settled(self) -> None:
+    async def wait_idle(self) -> None:
         """Wait until no thread works."""
         while self.running:
             await asyncio.wait(self.running)
@@ -218,7 +218,7 @@ class CacheStore(ThreadWork):
             wanted: the key, and what the entry must say about itself.
             wait_s: how long to wait for another compiler, in seconds. None stands for the store's `wait_s`. After that time the result
                 is a MISS with reason BUSY and without a publisher.
-            refused: the directory of a generation that must not be returned again, and why (see `Hit.refuse`).
+            refused: the directory of a generation that must not be returned again, and why (see `Hit.reopen_as_miss`).
             waits: called in the loop if another task or process compiles the entry, before it is waited for.
 
         Close the result (`async with`). Cancelling the wait leaves nothing behind. Try `open_now` first, which takes fewer threads.
@@ -279,7 +279,7 @@ class CacheStore(ThreadWork):
 
     async def entries(self) -> list[EntryInfo] | Refusal:
         """Return what is stored, oldest first (`aionn cache ls`)."""
-        await self.settled()
+        await self.wait_idle()
         return await run_in_thread(list_entries, self._house)
 
     def verify(self) -> AsyncIterator[BadEntry]:
@@ -295,7 +295,7 @@ class CacheStore(ThreadWork):
             max_bytes: None stands for the store's budget.
             measurements: remove all stage measurements, too.
         """
-        await self.settled()
+        await self.wait_idle()
         budget = self.max_bytes if max_bytes is None else max_bytes
         return await run_in_thread(partial(prune, self._house, budget, measurements=measurements))
 

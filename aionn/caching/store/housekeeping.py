@@ -238,7 +238,7 @@ class Housekeeping:
                 if not free:
                     return False
                 remove_entry(directory, key)
-                self.with_index(lambda index: index.drop(key))
+                self.with_index(lambda index: index.remove(key))
                 self.with_index(lambda index: index.strike_staging(key))
         except OSError as error:
             self.warn(refusal_of(error, f"removing cache entry {key.hex()[:16]}"))

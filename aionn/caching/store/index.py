@@ -311,7 +311,7 @@ class Index:
 
         self._database.transact(act)
 
-    def drop(self, key: bytes) -> None:
+    def remove(self, key: bytes) -> None:
         """Forget an entry that is gone. The clock moves up to its score."""
 
         def act(database: sqlite3.Connection) -> None:

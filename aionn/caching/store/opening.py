@@ -92,7 +92,7 @@ class Hit(_Owned):
         models = len(self.manifest.model)
         return CacheHandles(tuple(self._fds[:models]), tuple(self._fds[models:]), self.manifest.key)
 
-    async def refuse(
+    async def reopen_as_miss(
         self, refusal: Refusal, *, wait_s: float | None = None, waits: Callable[[], None] | None = None
     ) -> Hit | Miss | Declined:
         """Close this hit, whose contents the device did not take, and open the entry as a miss with that reason.

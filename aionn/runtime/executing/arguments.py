@@ -24,7 +24,7 @@ from aionn.errors import (
 )
 from aionn.escapes import escaped
 from aionn.graph.shapes import resolve_shapes
-from aionn.hal.model import Model
+from aionn.hal.model import PooledModel
 from aionn.hal.types import DataLocation, ErrorStatus, Operand, OutputShape, Request, RequestArgument, Result, Timing
 from aionn.hal.values import default_of, outside_frames
 from aionn.memo import Memo
@@ -125,7 +125,7 @@ class FrameLayout:
 
     def __init__(
         self,
-        model: Model,
+        model: PooledModel,
         believed: dict[str, Operand],
         input_shapes: Shapes,
         declared: Sequence[tuple[int, ...] | None],
@@ -250,7 +250,7 @@ class Arguments:
             dimensions: files do declare wrong shapes.
     """
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: PooledModel) -> None:
         self._model = model
         self.outputs = dict(model.outputs)
         self.names = tuple(model.inputs)
@@ -425,7 +425,7 @@ def _misfit(name: str, operand: Operand, shape: tuple[int, ...]) -> str:
     return f"input {name!r}: shape {shape} does not fit the model's {operand.dimensions}; open dimensions are 0"
 
 
-def failure_of(result: Result, model: Model, device: str) -> AionnError:
+def failure_of(result: Result, model: PooledModel, device: str) -> AionnError:
     """Return what a result that is not NONE means to the caller."""
     status = result.status
     why, _, place = escaped(result.message).partition("\nat ")  # the last line says where the engine has a bug
@@ -435,7 +435,7 @@ def failure_of(result: Result, model: Model, device: str) -> AionnError:
     return error
 
 
-def _failure(status: ErrorStatus, why: str, result: Result, model: Model, device: str) -> AionnError:
+def _failure(status: ErrorStatus, why: str, result: Result, model: PooledModel, device: str) -> AionnError:
     match status:
         case ErrorStatus.INVALID_ARGUMENT:
             return CallerError(f"device {device!r} refused the request: {why}")

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from aionn.errors import CallerError
-from aionn.hal.model import Model
+from aionn.hal.model import PooledModel
 from aionn.hal.types import BufferDesc, BufferRole, Operand
 from aionn.memory.domain import Dimensions, combine_dimensions, full_shape, given
 from aionn.memory.memory import extents_of
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from aionn.runtime.serving.planned_model import Prepared
 
 
-class Part(NamedTuple):
+class ModelRoles(NamedTuple):
     """The roles in one compilation.
 
     Attributes:
@@ -24,19 +24,19 @@ class Part(NamedTuple):
         inputs, outputs: names.
     """
 
-    model: Model
+    model: PooledModel
     believed: Mapping[str, Operand]
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
 
 
-def part_of(model: Model, believed: Mapping[str, Operand], inputs: Iterable[str], outputs: Iterable[str]) -> Part:
+def roles_of(model: PooledModel, believed: Mapping[str, Operand], inputs: Iterable[str], outputs: Iterable[str]) -> ModelRoles:
     """Return the roles that an app names in one compilation.
 
     Raises:
         CallerError: a name is not the model's, or is given twice.
     """
-    part = Part(model, believed, _names("inputs", inputs), _names("outputs", outputs))
+    part = ModelRoles(model, believed, _names("inputs", inputs), _names("outputs", outputs))
     for names, known, what in ((part.inputs, model.inputs, "inputs"), (part.outputs, believed, "outputs")):
         unknown = [name for name in names if not isinstance(name, str) or name not in known]
         if unknown:
@@ -57,7 +57,7 @@ class DeviceRoles:
         shape: its extents where all are known.
     """
 
-    def __init__(self, parts: Sequence[Part], shape: Iterable[int] | None) -> None:
+    def __init__(self, parts: Sequence[ModelRoles], shape: Iterable[int] | None) -> None:
         """`shape`: fills in what the operands leave open.
 
         Raises:

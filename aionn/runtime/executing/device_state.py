@@ -207,7 +207,7 @@ class DeviceState:
     async def fill(self, source: Memory, shape: tuple[int, ...]) -> None:
         """Let the driver copy a tensor of that shape into it."""
 
-        def over(filled: bool) -> None:
+        def note_filled(filled: bool) -> None:
             self.uses.filling -= 1
             if filled:  # also where no caller waits for it any more
                 self.shape = shape
@@ -215,7 +215,7 @@ class DeviceState:
 
         self.uses.filling += 1
         self.fills += 1
-        with self.copying(over) as settled:
+        with self.copying(note_filled) as settled:
             await self.buffers.front.copy_from(source, shape, settled)
 
     @contextmanager
@@ -226,7 +226,7 @@ class DeviceState:
         """
         answered = left = False
 
-        def settled(error: BaseException | None) -> None:
+        def settle(error: BaseException | None) -> None:
             nonlocal answered
             if answered:
                 return
@@ -239,9 +239,9 @@ class DeviceState:
 
         try:
             with losing(self.buffers.device):
-                yield settled
+                yield settle
         except Exception as error:
-            settled(error)  # unless the driver has answered, nothing was sent
+            settle(error)  # unless the driver has answered, nothing was sent
             raise
         finally:
             if not answered:  # the caller has been cancelled; the driver goes on
@@ -291,7 +291,7 @@ class DeviceState:
                         return change  # it has never been filled, or an execution failed to write it
                     await copy.copy_from(contents, shape)
         except BaseException:
-            change.abort()
+            change.release_new()
             raise
         return change
 
@@ -338,11 +338,11 @@ class DeviceChange:
         if self._state.closed:
             self._copy.release()
 
-    async def retire(self) -> None:
+    async def release_old(self) -> None:
         for buffer in self._before:
             buffer.release()
 
-    def abort(self) -> None:
+    def release_new(self) -> None:
         self._copy.release()
 
 

@@ -38,7 +38,7 @@ from aionn.errors import (
     MemoryAllocationError,
     OutputInsufficientSizeError,
 )
-from aionn.hal.model import Model
+from aionn.hal.model import PooledModel
 from aionn.hal.options import CallOptions
 from aionn.hal.types import ErrorStatus, Request, Result
 from aionn.memory.pool import FramePool, FramesInFlightError, MemoryFrame
@@ -359,7 +359,9 @@ class Execution:
             for state, advances in states.items():
                 await state.ready(advance=advances)
 
-    def placed(self, model: Model, prepared: Prepared, states: Mapping[DeviceState, bool]) -> tuple[Placement, dict[str, tuple[int, ...]]]:
+    def placed(
+        self, model: PooledModel, prepared: Prepared, states: Mapping[DeviceState, bool]
+    ) -> tuple[Placement, dict[str, tuple[int, ...]]]:
         """Place the arguments that are not arrays; see `place`."""
         return place(model, self.executor.arguments.outputs, prepared, self.call.placed, self.call.outputs, states)
 
@@ -412,7 +414,7 @@ class Execution:
             frame.settled(None)
         placement, self.placement = self.placement, None
         if placement is not None:
-            placement.settled(self.result)
+            placement.settle(self.result)
 
     def _settle(self) -> None:
         """Give the caller its outcome, unless it has it. A driver that still has the request keeps what it may touch, and nothing else."""

@@ -27,7 +27,7 @@ import msgspec
 from aionn import trace
 from aionn.caching.outcomes import CacheOutcome
 from aionn.errors import AionnError, CallerError, DeadlineError, ExecutionError
-from aionn.hal.model import Model
+from aionn.hal.model import PooledModel
 from aionn.hal.types import DeviceType, Result
 from aionn.remote.device import RemoteBuffer
 from aionn.runtime.executing.arguments import Outputs
@@ -65,7 +65,7 @@ class Fallback:
         self._base: Serving | None = None
         self._outcomes: tuple[CacheOutcome, ...] = ()
         self._key: object = None
-        self._model: Model | None = None
+        self._model: PooledModel | None = None
         self._hopeless: set[object] = set()
         self._taken_over: set[str] = set()
         self._steps: frozenset[int] = frozenset()

@@ -80,7 +80,7 @@ class FencedPlan:
             self._fences.append(fence)
         self._asked.append(request)
         start = planned.prepared(number).start_fenced
-        self._stops.append(start(Fenced(request, pools, after, fence), planned.options, partial(self._settled, number)))
+        self._stops.append(start(Fenced(request, pools, after, fence), planned.options, partial(self._settle_step, number)))
         if self._expects:
             planned.expect(number)
 
@@ -106,7 +106,7 @@ class FencedPlan:
         for stop in self._stops:
             stop()
 
-    def _settled(self, number: int, found: Found) -> None:
+    def _settle_step(self, number: int, found: Found) -> None:
         """Note the answer of a step. Its successor learns of a failure that no driver signals."""
         self._found[number] = found
         if not isinstance(found, FencedResult):

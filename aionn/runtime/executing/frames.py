@@ -111,11 +111,11 @@ class Frames:
         self._trimming = None
         for pool in self._pools.values():
             for slot in pool.trim():
-                self._forget(slot)
+                self._remove(slot)
         if any(pool.frames > self._in_flight and len(pool.regions) > 1 for pool in self._pools.values()):
             self._trimming = asyncio.get_running_loop().call_later(TRIM_S, self._trim)
 
-    def _forget(self, slot: int) -> None:
+    def _remove(self, slot: int) -> None:
         """Forget a region. The driver need not keep it mapped."""
         self._regions.pop(slot, None)
         if self.on_gone is not None:
@@ -130,7 +130,7 @@ class Frames:
         del self._pools[size]
         self._used.discard(pool)
         for slot in slots:
-            self._forget(slot)
+            self._remove(slot)
         return True
 
     def outgrown(self, pool: FramePool) -> None:
@@ -212,7 +212,7 @@ class Frames:
         """Forget an app's memory that has been closed, in whatever thread. The driver need not keep it mapped."""
         self._foreign.pop(region, None)
         self._undo.pop(slot, None)
-        self._forget(slot)
+        self._remove(slot)
 
     async def get_memories(self, slots: Sequence[int]) -> Sequence[IMemory]:
         try:

@@ -67,7 +67,7 @@ class LinkOptions(msgspec.Struct, frozen=True):
     name: str = ""
 
 
-class Part:
+class DriverQueues:
     """The queues to one driver, for one prepared model."""
 
     __slots__ = ("context", "controller", "prepared")
@@ -91,7 +91,7 @@ class Link:
     plain = True
 
     def __init__(
-        self, serving: Serving, parts: list[Part], compiled: CompiledModel, frames: Frames, in_flight: _InFlight | None = None
+        self, serving: Serving, parts: list[DriverQueues], compiled: CompiledModel, frames: Frames, in_flight: _InFlight | None = None
     ) -> None:
         """`in_flight`: counts the requests of a plan."""
         self.serving = serving
@@ -156,7 +156,7 @@ class Link:
 
     def _end(self, error: AionnError) -> None:
         for part in self._parts:
-            part.prepared.device.connection.forget(part.controller)
+            part.prepared.device.connection.cancel_when_ended(part.controller)
             part.controller.end(error)
 
     def forget_memory(self, slot: int) -> None:
@@ -194,7 +194,7 @@ class PlannedLink(Link):
 
     plain = False
 
-    def __init__(self, serving: Serving, parts: list[Part], compiled: CompiledModel, frames: Frames, counts: BurstSlot) -> None:
+    def __init__(self, serving: Serving, parts: list[DriverQueues], compiled: CompiledModel, frames: Frames, counts: BurstSlot) -> None:
         self._counts = counts
         self._in_flight = _InFlight()
         super().__init__(serving, parts, compiled, frames, self._in_flight)
@@ -219,7 +219,7 @@ class PlannedLink(Link):
         try:
             settled = self._entered(execution)
             self._in_flight.count += 1
-            settled = partial(self._settled, settled)
+            settled = partial(self._settle, settled)
             planned = execution.planned(self.prepared)
             whole = layout, planned.options.measure_timing, None if placement is None else placement.key(self._frames.slot_of)
         except BaseException:
@@ -249,7 +249,7 @@ class PlannedLink(Link):
             self._counts.add(DRIVER_BUSY_NS, busy_ns)  # the first step's queues count for themselves
         return result
 
-    def _settled(self, settled: Callable[[Result | None], None], result: Result | None) -> None:
+    def _settle(self, settled: Callable[[Result | None], None], result: Result | None) -> None:
         try:
             settled(result)
         finally:
@@ -265,7 +265,7 @@ async def open_link(serving: Serving, compiled: CompiledModel, frames: Frames, o
     prepared = serving.prepared
     if isinstance(prepared, RemotePreparedModel):
         return Link(serving, [await _part(prepared, frames, options, counts)], compiled, frames)
-    parts: list[Part] = []
+    parts: list[DriverQueues] = []
     try:
         for step in prepared.steps:  # a request counts once
             parts.append(await _part(step.prepared, frames, options, BurstSlot() if parts else counts))
@@ -295,7 +295,7 @@ async def _close_context(context: RemoteBurstContext) -> None:
         trace.count("burst.close_failed", reason=str(gone))
 
 
-async def _part(prepared: RemotePreparedModel, frames: Frames, options: LinkOptions, counts: BurstSlot) -> Part:
+async def _part(prepared: RemotePreparedModel, frames: Frames, options: LinkOptions, counts: BurstSlot) -> DriverQueues:
     """Connect to the driver of a prepared model, with queues that suit it."""
     capacity = enough_datums((*prepared.inputs.values(), *prepared.outputs.values()))
     requests = MessageQueue.create(DATUM_BYTES, capacity)
@@ -315,7 +315,7 @@ async def _part(prepared: RemotePreparedModel, frames: Frames, options: LinkOpti
     controller.ask = context.ask
     for queue in (requests, results):
         queue.forget_descriptor()
-    return Part(prepared, controller, context)
+    return DriverQueues(prepared, controller, context)
 
 
 def _driver_ended(serving: Serving, controller: ExecutionBurstController, in_flight: _InFlight | None, error: BaseException) -> None:

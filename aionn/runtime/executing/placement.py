@@ -6,7 +6,7 @@
     DeviceMemory    by token; nothing crosses                           as input, output, or both at once
 
 A `Placement` is made for one execution. It keeps the app's memory mapped (`held`) and device memories in use (`used`). `used` also says
-for each device memory whether its two buffers change places after a success. Both end when `settled` is called: the driver has answered,
+for each device memory whether its two buffers change places after a success. Both end when `settle` is called: the driver has answered,
 or it has ended. The steps of a recurrent stream are the usual case, and pay for each look here.
 """
 
@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aionn.errors import CallerError, refuse_coroutine
-from aionn.hal.model import Model
+from aionn.hal.model import PooledModel
 from aionn.hal.types import DataLocation, ErrorStatus, Operand, Request, RequestArgument, Result
 from aionn.memory.domain import full_shape
 from aionn.memory.hardware_buffer import HardwareBuffer
@@ -53,7 +53,7 @@ class Place(msgspec.Struct, frozen=True):
 
 
 class Placement:
-    """The placed arguments of one execution. Made by `place`; `settled` must be called once."""
+    """The placed arguments of one execution. Made by `place`; `settle` must be called once."""
 
     __slots__ = ("held", "inputs", "outputs", "used", "written")
 
@@ -104,7 +104,7 @@ class Placement:
         for state in self.used:
             state.uses.leave()
 
-    def settled(self, result: Result | None) -> None:
+    def settle(self, result: Result | None) -> None:
         """Give back what the request held: the driver has answered (with that result), or never will, or nothing was sent (None)."""
         succeeded = result is not None and result.status is ErrorStatus.NONE
         if succeeded and result is not None:
@@ -119,7 +119,7 @@ class Placement:
         for part in held:
             part.close()
 
-    def arrays(self, model: Model, result: Result) -> list[tuple[str, NDArray[Any]]]:
+    def arrays(self, model: PooledModel, result: Result) -> list[tuple[str, NDArray[Any]]]:
         """Return the outputs that lie in an app's own memory, by name. `FrameLayout.outputs_in` has accepted the number of shapes.
 
         Raises:
@@ -154,7 +154,7 @@ def states_of(inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> dict[Dev
 
 
 def place(
-    model: Model,
+    model: PooledModel,
     believed: Mapping[str, Operand],
     prepared: Prepared,
     inputs: Mapping[str, Any],
@@ -179,7 +179,7 @@ def place(
             state.uses.begin(advance=advances)
             placement.used[state] = advances
     except BaseException:
-        placement.settled(None)
+        placement.settle(None)
         raise
     return placement, shapes
 
@@ -193,7 +193,7 @@ def check_outputs(known: Mapping[str, Operand], outputs: Any) -> None:
         raise CallerError(f"outputs name {unknown}, which the model does not have; its outputs are {list(known)}")
 
 
-def _place_inputs(placement: Placement, model: Model, prepared: Prepared, inputs: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+def _place_inputs(placement: Placement, model: PooledModel, prepared: Prepared, inputs: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {}
     for index, (name, operand) in enumerate(model.inputs.items()):
         value = inputs.get(name)
@@ -219,7 +219,7 @@ def _place_inputs(placement: Placement, model: Model, prepared: Prepared, inputs
 
 def _place_outputs(
     placement: Placement,
-    model: Model,
+    model: PooledModel,
     believed: Mapping[str, Operand],
     prepared: Prepared,
     outputs: Mapping[str, Any],

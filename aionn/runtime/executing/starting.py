@@ -78,10 +78,10 @@ class Starts:
             started.lay_out()
             started.after = dependencies.take()
         self._pending.add(started)
-        started.begin(partial(self._over, started))
+        started.begin(partial(self._done, started))
         return started.event
 
-    def _over(self, started: Started) -> None:
+    def _done(self, started: Started) -> None:
         self._pending.discard(started)
         error = error_of(started.event)
         if error is not None:
@@ -151,13 +151,13 @@ class Started(Execution):
         if deadline_ns is not None:
             timer = session.loop.call_later(seconds_until(deadline_ns), self._late)
 
-        def settled() -> None:
+        def note_settled() -> None:
             if timer is not None:
                 timer.cancel()
             over()
             self._release_held()
 
-        when_settled(self.event, settled)
+        when_settled(self.event, note_settled)
         serving = compiled.serving
         if self.state is WAITING or serving is None or not serving.alive or compiled.gate.shut:
             session.tasks.start_soon(self._later, name=self.event.name)

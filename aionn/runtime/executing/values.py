@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from aionn import trace
 from aionn.errors import CallerError, CompilationError
-from aionn.hal.model import Model
+from aionn.hal.model import PooledModel
 from aionn.hal.types import ErrorStatus
 from aionn.hal.values import outside_frames
 from aionn.pages.app_layout import COMPUTED, COPIED_BYTES
@@ -18,12 +18,12 @@ from aionn.runtime.executing.execution import Call, Execution, Executor, Route
 from aionn.runtime.executing.transitions import PLACE, SEND, SETTLE
 
 
-def frames_refusal(model: Model, what: str) -> CallerError:
+def frames_refusal(model: PooledModel, what: str) -> CallerError:
     """Return why a model cannot do what needs frames."""
     return CallerError(f"{what} takes tensors of numbers only, but {outside_frames(model)}; use compilation.compute for this model")
 
 
-def staged_refusal(model: Model) -> CompilationError:
+def staged_refusal(model: PooledModel) -> CompilationError:
     """Return why a model cannot be staged."""
     strange = outside_frames(model)
     return CompilationError(f"mode 'staged' compares tensors of numbers only, but {strange}; use mode 'eager' or 'jit'", reason=strange)

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aionn.errors import AionnError, CallerError, ExecutionError
-from aionn.hal.model import Model
+from aionn.hal.model import PooledModel
 from aionn.hal.options import CallOptions
 from aionn.hal.types import Operand
 from aionn.runtime.executing.arguments import Arguments, check_mapping
@@ -83,7 +83,7 @@ def made_up_array(operand: Operand, shape: tuple[int, ...], random: np.random.Ge
     return random.random(shape).astype(dtype) if dtype.kind == "f" else random.integers(0, 2, shape).astype(dtype)
 
 
-def made_up_inputs(model: Model, way_out: str) -> Mapping[str, NDArray[Any]]:
+def made_up_inputs(model: PooledModel, way_out: str) -> Mapping[str, NDArray[Any]]:
     """Return an array for each input that has no default.
 
     Args:

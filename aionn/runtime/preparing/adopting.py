@@ -37,7 +37,7 @@ from aionn.caching.store.directory import copy_into
 from aionn.caching.token import decode_parts
 from aionn.errors import AionnError, CallerError, CompilationError
 from aionn.hal.interfaces import CacheHandles, PrepareOptions
-from aionn.hal.model import Model
+from aionn.hal.model import PooledModel
 from aionn.hal.options import decode_options
 from aionn.hal.trust import decode_keyring
 from aionn.hal.types import Priority
@@ -204,7 +204,7 @@ class Adoption:
     wanted: Wanted
     keyring: bytes = b""
 
-    async def take(self, offered: Offered, miss: Miss, model: Model | None) -> Adopted | Refusal:
+    async def take(self, offered: Offered, miss: Miss, model: PooledModel | None) -> Adopted | Refusal:
         """Have the driver adopt an artifact, and keep it in the cache if the miss has a publisher. Closes `offered`.
 
         Args:
@@ -222,7 +222,7 @@ class Adoption:
                 return refusal_of(error)
             return prepared, await self.keep(prepared, offered, miss)
 
-    async def load(self, offered: Offered, model: Model | None) -> RemotePreparedModel:
+    async def load(self, offered: Offered, model: PooledModel | None) -> RemotePreparedModel:
         """Have the driver check and load an artifact, within half of the time that is left.
 
         Raises:

@@ -455,7 +455,7 @@ async def worker(devices: Devices, name: str, threads: int) -> AsyncIterator[Rem
         yield await process.ready()
     finally:
         # An engine in the middle of a compile reads no message, and the process holds nothing worth keeping.
-        process.kill(None)
+        process.send_sigkill(None)
         try:
             with bounded_shield(_END_WORKER_S):
                 await process.wait_ended()

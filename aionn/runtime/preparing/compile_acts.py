@@ -41,7 +41,7 @@ from aionn.caching.token import device_token
 from aionn.errors import AionnError, CallerError, CompilationError, DeadlineError, DriverDiedError, DriverHungError
 from aionn.file_ranges import until
 from aionn.hal.interfaces import CacheHandles, PrepareOptions
-from aionn.hal.model import OPAQUE, Model, Operation, known_token
+from aionn.hal.model import OPAQUE, Operation, PooledModel, known_token
 from aionn.hal.types import MAX_CACHE_FILES, NO_LANES
 from aionn.remote.device import RemoteDevice, RemotePreparedModel
 from aionn.runtime.model import Source, adopt, is_read, source_of
@@ -78,7 +78,7 @@ class CompileRequest(msgspec.Struct, frozen=True):
         stage: the stage that serves from the start, in mode "staged". None: the stage is named after its device.
     """
 
-    model: Model
+    model: PooledModel
     options: PrepareOptions
     record: CompilationRecord
     candidates: Sequence[str] | None = None
@@ -86,7 +86,7 @@ class CompileRequest(msgspec.Struct, frozen=True):
     idle_s: float | None = None
     stage: str | None = None
 
-    def of(self, model: Model, cache: CacheChoice | None, open_outputs: tuple[str, ...] = ()) -> CompileRequest:
+    def of(self, model: PooledModel, cache: CacheChoice | None, open_outputs: tuple[str, ...] = ()) -> CompileRequest:
         """Return the same for another model, or one step of the model, kept elsewhere."""
         return replace(self, model=model, cache=cache, options=replace(self.options, open_outputs=open_outputs))
 
@@ -238,7 +238,7 @@ async def open_entry(store: CacheStore, wanted: Wanted, bad: tuple[Hit, Refusal]
     with store.in_use():  # a caller that waits for this task may leave before the task ends
         tell = partial(current.get().waits, wanted.device)
         if bad is not None and bad[0].manifest.key == wanted.key:
-            return await bad[0].refuse(bad[1], wait_s=wait_s, waits=tell)
+            return await bad[0].reopen_as_miss(bad[1], wait_s=wait_s, waits=tell)
         return await store.open(wanted, wait_s=wait_s, waits=tell)
 
 
@@ -292,14 +292,14 @@ async def load_files(remote: RemoteDevice, request: CompileRequest, hit: Hit) ->
 # --- or make it ---------------------------------------------------------------------------------------------------------
 
 
-async def supported_by(remote: RemoteDevice, model: Model, options: PrepareOptions) -> Sequence[bool]:
+async def supported_by(remote: RemoteDevice, model: PooledModel, options: PrepareOptions) -> Sequence[bool]:
     """Return for each operation whether the device can run it. The model is read."""
     current.get().enter(remote.name, ASKING)
     with trace.span("plan.supported_operations", device=remote.name):
         return await remote.get_supported_operations(model, options.deadline_ns, options=options.of(remote.name))
 
 
-async def check_supported(remote: RemoteDevice, model: Model, options: PrepareOptions) -> None:
+async def check_supported(remote: RemoteDevice, model: PooledModel, options: PrepareOptions) -> None:
     """Ask the device whether it can run every node. The model is read.
 
     Raises:
@@ -311,14 +311,14 @@ async def check_supported(remote: RemoteDevice, model: Model, options: PrepareOp
             raise UnsupportedOperationError(remote.name, f"{_UNSUPPORTED}{_described(operation)}", node=operation.name, supported=supported)
 
 
-def raise_if_unsupported(remote: RemoteDevice, model: Model, declined: Declined) -> None:
+def raise_if_unsupported(remote: RemoteDevice, model: PooledModel, declined: Declined) -> None:
     """Raise `UnsupportedOperationError` if the cache remembers that the device cannot run the model. A model that is not read stays so."""
     what = declined.outcome.detail
     if what.startswith(_UNSUPPORTED):
         raise UnsupportedOperationError(remote.name, what, node=node_of(model, what) if is_read(model) else None)
 
 
-def node_of(model: Model, reason: str) -> str | None:
+def node_of(model: PooledModel, reason: str) -> str | None:
     """Return the node that the reason of an `UnsupportedOperationError` is about. The model is read."""
     return next((operation.name for operation in model.operations if reason == f"{_UNSUPPORTED}{_described(operation)}"), None)
 
@@ -409,7 +409,7 @@ async def _publish(missed: Missed, store: CacheStore, publisher: Publisher, decl
 # --- digest and read a model ---------------------------------------------------------------------------------------------
 
 
-async def digested(devices: Devices, model: Model) -> bytes:
+async def digested(devices: Devices, model: PooledModel) -> bytes:
     """Return the model's token, made now if it is not known.
 
     Raises:
@@ -423,7 +423,7 @@ async def digested(devices: Devices, model: Model) -> bytes:
     return model.token
 
 
-async def read(devices: Devices, model: Model, device: str = "", *, digest: bool = False) -> None:
+async def read(devices: Devices, model: PooledModel, device: str = "", *, digest: bool = False) -> None:
     """Have the model's graph read, if it has not been.
 
     Args:
@@ -441,7 +441,7 @@ async def read(devices: Devices, model: Model, device: str = "", *, digest: bool
         await devices.disk.ask(until, lambda: devices.closed, partial(_read, source, model, digest))
 
 
-def _read(source: Source, model: Model, digest: bool) -> None:
+def _read(source: Source, model: PooledModel, digest: bool) -> None:
     if digest:
         source.digest(model)
     source.read(model)
@@ -504,7 +504,7 @@ async def _store(prepared: RemotePreparedModel, request: CompileRequest, cache: 
     found = await cache.store.open(wanted_of(device, request, cache.token, cache.operations), wait_s=0.0)
     if isinstance(found, Hit):
         digest = found.manifest.model_digest
-        found = await found.refuse(Refusal(MissReason.SUPERSEDED, "the engine offers a better artifact"), wait_s=0.0)
+        found = await found.reopen_as_miss(Refusal(MissReason.SUPERSEDED, "the engine offers a better artifact"), wait_s=0.0)
     else:
         digest = b""  # nothing is stored that could be replaced
     async with found:

@@ -50,7 +50,7 @@ from aionn.errors import (
     again,
 )
 from aionn.graph.steps import Step
-from aionn.hal.model import Model
+from aionn.hal.model import PooledModel
 from aionn.hal.types import Priority
 from aionn.remote.device import RemotePreparedModel
 from aionn.runtime.preparing.compile_acts import CompileRequest
@@ -110,7 +110,7 @@ class KeptModel:
         self._finalizer.atexit = False
 
     @property
-    def model(self) -> Model:
+    def model(self) -> PooledModel:
         """What is computed."""
         return self.request.model
 
@@ -210,7 +210,7 @@ class KeptModel:
                 prepared.remember(self.model)
                 preparing.serving = compiled.serving = Serving(prepared, self.model, compiled.use, stage)
                 if dead is not None:
-                    self.session.tasks.start_soon(_retire, dead, name="a dead plan")
+                    self.session.tasks.start_soon(_release_steps, dead, name="a dead plan")
                     if compiled.replaced is not None:
                         compiled.replaced(dead, preparing.serving)
         except Exception as failed:  # every caller gets it
@@ -247,7 +247,7 @@ def stage_devices(name: str, stages: Sequence[str] | None) -> tuple[str, ...]:
     return (name, *(other for other in stages or () if other != name))
 
 
-async def _retire(dead: Serving) -> None:
+async def _release_steps(dead: Serving) -> None:
     """Let the drivers that still live free their steps of a plan of which one driver is dead."""
     await dead.wait_idle()
     with suppress(AionnError):

@@ -39,7 +39,7 @@ from aionn.errors import AionnError, CallerError, CompilationError, DeviceUnavai
 from aionn.graph.steps import Step, check_steps, step_token
 from aionn.hal import model as hal_model
 from aionn.hal.interfaces import PrepareOptions
-from aionn.hal.model import Model, known_contents, known_token
+from aionn.hal.model import PooledModel, known_contents, known_token
 from aionn.hal.types import CACHE_TOKEN_BYTES, Operand
 from aionn.hal.values import outside_frames
 from aionn.remote.device import RemotePreparedModel
@@ -259,7 +259,7 @@ async def prepare_again(devices: Devices, before: Prepared, request: CompileRequ
     return prepared, (outcome,)
 
 
-def plan_of(prepared: Prepared, model: Model) -> tuple[Step, ...]:
+def plan_of(prepared: Prepared, model: PooledModel) -> tuple[Step, ...]:
     """Return the steps of what was prepared. A model that one device runs whole is one step, for which its graph is read if it was not."""
     if isinstance(prepared, PlannedModel):
         return tuple(planned.step for planned in prepared.steps)
@@ -402,10 +402,10 @@ class Parts:
     The graphs of all steps are made together at the first use, because the whole graph is walked for them.
     """
 
-    def __init__(self, whole: hal_model.Model, steps: Sequence[Step]) -> None:
+    def __init__(self, whole: hal_model.PooledModel, steps: Sequence[Step]) -> None:
         self.whole = whole
         self.steps = tuple(steps)
-        self._made: tuple[hal_model.Model, ...] = ()
+        self._made: tuple[hal_model.PooledModel, ...] = ()
         self._lock = threading.Lock()
 
     def digest(self, model: StepModel) -> None:
@@ -480,7 +480,7 @@ class Parts:
             )
 
 
-class StepModel(hal_model.Model):
+class StepModel(hal_model.PooledModel):
     """A step of a model. `inputs` and `outputs` are known once its graph has been made, or a cache entry was loaded.
 
     Attributes:
@@ -489,7 +489,7 @@ class StepModel(hal_model.Model):
         digest: token of the model that a plan from a cache names. Empty for a plan that was made of the model at hand.
     """
 
-    whole: hal_model.Model
+    whole: hal_model.PooledModel
     step: Step
     name = ""
     number: int

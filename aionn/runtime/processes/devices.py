@@ -399,7 +399,7 @@ class Devices:
         if process is not None and process.alive:
             if process.serving is not None:
                 process.serving.restarted = True
-            process.kill(DriverDiedError(device.name, -signal.SIGKILL, "because the app restarted the device"))
+            process.send_sigkill(DriverDiedError(device.name, -signal.SIGKILL, "because the app restarted the device"))
             await process.wait_ended()
         if process is not None:
             device._restarts.last_exit_code = process.life.exit_code
@@ -449,7 +449,7 @@ class Devices:
         processes = [device._process for device in devices if device._process is not None]
         unasked = [device._process for device in devices if device._process is not None and not device._asked.is_set()]
         for worker in (*self._workers, *unasked):
-            worker.kill(None)  # nothing in it is worth waiting for
+            worker.send_sigkill(None)  # nothing in it is worth waiting for
         processes += [*self._workers, *self._ending]
         try:
             await end_processes(processes)

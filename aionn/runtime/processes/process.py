@@ -145,7 +145,7 @@ class DriverProcess:
             with anyio.move_on_after(_CPU_LOOK_S):
                 await self._started.wait()
         if not self._started.is_set():
-            self.kill(DriverHungError(self.name, START_S))
+            self.send_sigkill(DriverHungError(self.name, START_S))
             with anyio.move_on_after(KILL_S):
                 await self._ended.wait()
             self._start_failed(DriverHungError(self.name, START_S))
@@ -219,7 +219,7 @@ class DriverProcess:
             killed = hang_s is not None
             self.life.record.publish(DriverHung(device=self.name, pid=self.pid, seconds=hang.waited_s, stack=stack, killed=killed))
             if hang_s is not None:
-                self.kill(DriverHungError(self.name, hang.waited_s, stack))
+                self.send_sigkill(DriverHungError(self.name, hang.waited_s, stack))
 
         patience_s = hang_s or DEFAULT_HANG_S
         hang = await watch_start(self.pid, Judge(patience_s, False, time.monotonic_ns()), self._started)
@@ -234,7 +234,7 @@ class DriverProcess:
 
     # --- the end -----------------------------------------------------------------------------------------------------
 
-    def kill(self, reason: AionnError | None) -> None:
+    def send_sigkill(self, reason: AionnError | None) -> None:
         """Send SIGKILL, without a line in the log. May be called again.
 
         Callers that wait get `reason` once the process has ended, or `DriverDiedError` if `reason` is None.
@@ -273,9 +273,9 @@ class DriverProcess:
             self.life.cause = "protocol" if broken else "signal" if (self._child.exit_code or 0) < 0 else "exit"
         self._start_failed(error)
         self.connection.end(error)
-        self._over()
+        self._note_end()
 
-    def _over(self) -> None:
+    def _note_end(self) -> None:
         self._calls.put_nowait(None)
         self.life.exit_code, self.life.ended_ns = self._child.exit_code, time.monotonic_ns()
         self._ended.set()
@@ -301,7 +301,7 @@ class DriverProcess:
         self._start_failed(CallerError(why))
         self.connection.end(CallerError(why))
 
-    def abort(self) -> None:
+    def kill_and_reap(self) -> None:
         """Kill and reap a process that has not ended yet. Leave it to the system if it does not end within ABORT_S."""
         if self._ended.is_set():
             return
@@ -312,7 +312,7 @@ class DriverProcess:
             words = "the driver process %d of device %r does not end, even killed; it is left to the system"
             logger.error(words, self.pid, self.name, extra=about(device=self.name))
             self._child.end()
-            self._over()
+            self._note_end()
 
 
 def _models_of(remote: RemoteDevice | None) -> str:
@@ -332,10 +332,10 @@ async def end_processes(processes: Sequence[DriverProcess], why: str = "the runt
                 for process in processes:
                     await process.wait_ended()
             for process in processes:
-                process.kill(None)
+                process.send_sigkill(None)
     finally:
         for process in processes:
-            process.abort()
+            process.kill_and_reap()
 
 
 BACKOFF_S = (0.0, 0.1, 1.0, 10.0)

@@ -117,7 +117,7 @@ class Template:
         self._theirs.close()
 
     @property
-    def over(self) -> bool:
+    def ended(self) -> bool:
         """Whether the template has ended, or could not be left."""
         return self._page < 0
 
@@ -136,7 +136,7 @@ class Template:
 
     def look(self) -> None:
         """Note what the template has said."""
-        if self.over:
+        if self.ended:
             return
         try:
             said = self._orders.recv(PAGE_BYTES, socket.MSG_DONTWAIT)
@@ -185,7 +185,7 @@ class Template:
 
         Returns the number of the driver that it has made last, or 0.
         """
-        if self.over:
+        if self.ended:
             return 0
         self.unwatch()
         if pid := self._number(OWN_NUMBER):
@@ -200,7 +200,7 @@ class Template:
 
     def leave(self) -> None:
         """Close the descriptors in a child of fork: the template is the parent's."""
-        if not self.over:
+        if not self.ended:
             os.close(self._page)
             self._page, self.pid, self._loop = -1, 0, None
             self._theirs.close()
@@ -233,7 +233,7 @@ def template_of_thread() -> Template | None:
     if template is None:
         return None
     template.look()
-    return None if template.over else template
+    return None if template.ended else template
 
 
 def why_none() -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from aionn.hal.model import Model
+from aionn.hal.model import PooledModel
 from aionn.hal.options import CallOptions
 from aionn.hal.types import Request
 from aionn.remote.device import RemoteDevice, RemotePreparedModel, StepRole
@@ -60,9 +60,9 @@ class PlannedConnection:
         for connection in self._connections:
             connection.when_ended(key, callback)
 
-    def forget(self, key: object) -> None:
+    def cancel_when_ended(self, key: object) -> None:
         for connection in self._connections:
-            connection.forget(key)
+            connection.cancel_when_ended(key)
 
 
 class PlannedModel:
@@ -77,7 +77,7 @@ class PlannedModel:
 
     tunes = False
 
-    def __init__(self, model: Model, steps: Sequence[PlannedStep]) -> None:
+    def __init__(self, model: PooledModel, steps: Sequence[PlannedStep]) -> None:
         """Join prepared steps.
 
         Args:
@@ -98,7 +98,7 @@ class PlannedModel:
         """What computes the steps, each once."""
         return "; ".join(dict.fromkeys(step.prepared.runs_on for step in self.steps if step.prepared.runs_on))
 
-    def remember(self, model: Model) -> None:
+    def remember(self, model: PooledModel) -> None:
         """Note which model this is, for log lines."""
         for planned in self.steps:
             planned.prepared.remember(model)

@@ -14,13 +14,13 @@ So every execution sees the old model or the new one. No execution is lost. No e
 the swap are answered before the next one is sent. The same gate holds a stream for a single run while stages are compared (`held`).
 
 What must follow a compilation to another prepared model are its members: open bursts and device memories. A swap is a two-phase commit over
-them. First each member prepares a `Change`. If anything fails before the commit, all changes are aborted, and nothing has changed.
+them. First each member prepares a `Change`. If anything fails before the commit, what was prepared is released, and nothing has changed.
 
-    prepare   make what the member needs on the new model        may await, may fail
-    check     raise if the change is outdated                    right before the commit
-    commit    use the new model from now on                      no await, cannot fail
-    retire    free what the change replaced                      after the commit, when nothing is in flight there
-    abort     free what was prepared                             in place of the commit
+    prepare       make what the member needs on the new model    may await, may fail
+    check         raise if the change is outdated                right before the commit
+    commit        use the new model from now on                  no await, cannot fail
+    release_old   free what the change replaced                  after the commit, when nothing is in flight there
+    release_new   free what was prepared                         in place of the commit
 
 Invariants
     `serving` is replaced by `swap`, and by `KeptModel` after a driver's death or idle time. It is never set back to a dead one.
@@ -42,7 +42,7 @@ from anyio.lowlevel import checkpoint
 
 from aionn import trace
 from aionn.errors import AionnError, CallerError, DeadlineError, again
-from aionn.hal.model import Model
+from aionn.hal.model import PooledModel
 from aionn.hal.types import Result
 from aionn.tasks import Tasks, seconds_until
 
@@ -71,7 +71,7 @@ class Serving:
 
     __slots__ = ("_idle", "asleep", "lost", "model", "prepared", "stage", "use", "users")
 
-    def __init__(self, prepared: Prepared, model: Model, use: Use, stage: str | None = None) -> None:
+    def __init__(self, prepared: Prepared, model: PooledModel, use: Use, stage: str | None = None) -> None:
         self.prepared = prepared
         self.stage = prepared.device.name if stage is None else stage
         self.model = model
@@ -134,9 +134,9 @@ class Serving:
             estimated: whether the pauses before and after it are the app's.
         """
         self.enter(estimated)
-        return partial(self._settled, settled, deadline_ns, self.alive, estimated)
+        return partial(self._settle, settled, deadline_ns, self.alive, estimated)
 
-    def _settled(
+    def _settle(
         self, settled: Callable[[Result | None], None], deadline_ns: int | None, sent: bool, estimated: bool, result: Result | None
     ) -> None:
         settled(result)
@@ -250,7 +250,7 @@ class NotNowError(CallerError):
 
 
 class Change(Protocol):
-    """What a member has prepared for a swap. Either `commit` or `abort` is called, once."""
+    """What a member has prepared for a swap. Either `commit` or `release_new` is called, once."""
 
     def check(self) -> None:
         """Return if the change may be committed now.
@@ -264,7 +264,7 @@ class Change(Protocol):
         """Use the new model from now on. Nothing may fail here."""
         ...
 
-    async def retire(self) -> None:
+    async def release_old(self) -> None:
         """Free what the change has replaced.
 
         Raises:
@@ -272,7 +272,7 @@ class Change(Protocol):
         """
         ...
 
-    def abort(self) -> None:
+    def release_new(self) -> None:
         """Free what was prepared, without waiting."""
         ...
 
@@ -530,10 +530,10 @@ class CompiledModel:
                 except BaseException:
                     for change in changes.values():
                         if change is not None:
-                            change.abort()
+                            change.release_new()
                     raise
-            retired = [change for change in changes.values() if change is not None]
-            self._tasks.start_soon(_retire, retired, old, name="the stage before")
+            committed = [change for change in changes.values() if change is not None]
+            self._tasks.start_soon(_release_replaced, committed, old, name="the stage before")
             return held_ns
 
     async def _exchange(
@@ -592,13 +592,13 @@ async def _drained(old: Serving, members: Sequence[Member], drain_s: float) -> b
     return False
 
 
-async def _retire(changes: Sequence[Change], old: Serving | None) -> None:
+async def _release_replaced(changes: Sequence[Change], old: Serving | None) -> None:
     """Free what no longer serves when its last execution has ended."""
     try:
         if old is not None:
             await old.wait_idle()
         for change in changes:
-            await change.retire()
+            await change.release_old()
         if old is not None:
             await old.aclose()
             trace.count("stage.released", stage=old.stage)

@@ -45,7 +45,7 @@ from numpy.typing import NDArray
 
 from aionn import trace
 from aionn.errors import AionnError, DeadlineError
-from aionn.hal.model import Model
+from aionn.hal.model import PooledModel
 from aionn.runtime.executing.arguments import as_array
 from aionn.runtime.executing.placement import contents_of
 from aionn.runtime.preparing.compile_acts import CompileRequest
@@ -275,7 +275,7 @@ class Samples:
         arrived: set when there is a sample.
     """
 
-    model: Model
+    model: PooledModel
     most: int
     most_bytes: int
     kept: deque[Inputs] = field(default_factory=deque)
@@ -312,12 +312,12 @@ class Samples:
         return sum(array.nbytes for inputs in self.kept for array in inputs.values())
 
 
-def samples_of(model: Model) -> Samples:
+def samples_of(model: PooledModel) -> Samples:
     """Return an empty collection of samples for a model, with the usual bounds."""
     return Samples(model, SAMPLES, SAMPLES_BYTES)
 
 
-def guessed_inputs(model: Model) -> Iterator[Inputs]:
+def guessed_inputs(model: PooledModel) -> Iterator[Inputs]:
     """Make inputs that a model may take, for when the app has sent none. They are seeded, with several guesses where shapes are open."""
     guesses: tuple[tuple[int, ...], ...] = ((1, 3, 64, 64), (1, 1, 64, 64), (1, 16, 16, 16), (1, 1, 1, 1))
     if all(operand.size_bytes is not None for operand in model.inputs.values()):

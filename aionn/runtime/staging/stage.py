@@ -109,7 +109,7 @@ class Stage:
     not_kept: Refusal | None = None
     _entered: Callable[[str, str, str], None] | None = field(default=None, repr=False, compare=False)
     _since_ns: int = field(default_factory=time.monotonic_ns, repr=False)
-    _settled: anyio.Event = field(default_factory=anyio.Event, repr=False)
+    _decided: anyio.Event = field(default_factory=anyio.Event, repr=False)
 
     @property
     def progress(self) -> float:
@@ -134,7 +134,7 @@ def enter_state(stage: Stage, state: State, reason: str = "") -> None:
             stage._entered(stage.name, state, reason)
     stage.state, stage.reason, stage.step = state, reason, ""
     if state in ("serving", "replaced", "rejected", "skipped"):
-        stage._settled.set()
+        stage._decided.set()
 
 
 def enter_step(stage: Stage, step: str) -> None:
@@ -149,6 +149,6 @@ def compiles_here(stage: Stage, reason: str) -> None:
     trace.count("stage.compiled_here", stage=stage.name, reason=reason)
 
 
-def settled(stage: Stage) -> anyio.Event:
+def decided(stage: Stage) -> anyio.Event:
     """Return the event that is set once it is decided whether the stage serves."""
-    return stage._settled
+    return stage._decided

@@ -48,7 +48,7 @@ from aionn.runtime.serving.serving import NotNowError, Serving, Use
 from aionn.runtime.staging import verdicts
 from aionn.runtime.staging.comparing import COMPARE_S, RUNS, TOLERANCES, Comparison, Rules, compare
 from aionn.runtime.staging.measuring import RUN_TIMEOUT_S, Inputs, Samples, Target, guessed_inputs, samples_of
-from aionn.runtime.staging.stage import Stage, StagePolicy, compiles_here, enter_state, enter_step, reported_stage, settled
+from aionn.runtime.staging.stage import Stage, StagePolicy, compiles_here, decided, enter_state, enter_step, reported_stage
 from aionn.runtime.staging.verdicts import Verdicts
 from aionn.runtime.staging.way_back import WayBack
 from aionn.tasks import bounded_shield, checked_seconds, deadline_of, in_time, ungrouped
@@ -122,7 +122,7 @@ class Staging:
         self._wanted = anyio.Event()
         self._ended_by = "the compilation was closed"
         self._scope = anyio.CancelScope()
-        self._over = anyio.Event()
+        self._ended = anyio.Event()
         self._began = self._counted = compiled.use.executions
         self._way_back = WayBack(compiled, self._before, self._prepare_again, target.run, self._gone_back, self._model)
         compiled.abandoned = self._abandoned
@@ -147,23 +147,23 @@ class Staging:
         seconds = checked_seconds("timeout_s", timeout_s)
         self._wanted.set()
         with anyio.move_on_after(seconds):
-            await settled(stage).wait()
-        if not settled(stage).is_set():
+            await decided(stage).wait()
+        if not decided(stage).is_set():
             raise DeadlineError(f"stage {name!r} is still {stage.state} after {timeout_s} s")
         if stage.state == "rejected":
             raise StageRejected(name, stage.reason)
 
     @property
-    def over(self) -> bool:
+    def ended(self) -> bool:
         """Whether its task has ended."""
-        return self._over.is_set()
+        return self._ended.is_set()
 
     async def aclose(self, why: str = "") -> None:
         """End the worker and the task. The stage that was being made, and those that wait, are rejected."""
         self._ended_by = why or self._ended_by
         self._abandoned()
         with bounded_shield(_STOP_S):
-            await self._over.wait()
+            await self._ended.wait()
 
     # --- the task ----------------------------------------------------------------------------------------------------
 
@@ -176,9 +176,9 @@ class Staging:
                     await self._way_back.watch()
         finally:
             for stage in self.stages:
-                if not settled(stage).is_set():
+                if not decided(stage).is_set():
                     self._reject(stage, self._ended_by)
-            self._over.set()
+            self._ended.set()
 
     async def _make_all(self) -> None:
         try:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from aionn.errors import AionnError, CallerError, CompilationError, DeadlineError
-from aionn.hal.model import Model
+from aionn.hal.model import PooledModel
 from aionn.runtime.preparing import background
 from aionn.runtime.preparing.compile_acts import CacheChoice, digested, read
 from aionn.runtime.preparing.kept_model import KeptModel
@@ -54,10 +54,10 @@ class NewModel:
     static: bool
 
 
-async def swap_model(target: NewModel, model: Model, timeout_s: float | None) -> None:
+async def swap_model(target: NewModel, model: PooledModel, timeout_s: float | None) -> None:
     """See `Runtime.swap`."""
     kept_model, staging, compiled = target.kept_model, target.staging, target.kept_model.compiled
-    if not isinstance(model, Model):
+    if not isinstance(model, PooledModel):
         raise CallerError(f"swap takes an aionn.Model, not {type(model).__name__}; open one with await aionn.Model.load(path)")
     cache = kept_model.request.cache
     if cache is not None:
@@ -90,12 +90,12 @@ async def swap_model(target: NewModel, model: Model, timeout_s: float | None) ->
             made.prepared.release()
         raise
     finally:
-        if staging is not None and staging.over:
+        if staging is not None and staging.ended:
             target.begin_stages(stages_after(staging, compiled.serving, kept_model.record), policy)
 
 
 @contextmanager
-def _sampled(compiled: CompiledModel, model: Model) -> Iterator[Samples]:
+def _sampled(compiled: CompiledModel, model: PooledModel) -> Iterator[Samples]:
     """Keep inputs of executions for the body. If stages keep inputs already, these are used."""
     samples = compiled.sampling
     if isinstance(samples, Samples):
@@ -150,7 +150,7 @@ async def _failure(run: Run, serving: Serving, inputs: Inputs) -> AionnError | N
     return None
 
 
-def _check_border(old: Model, new: Model) -> None:
+def _check_border(old: PooledModel, new: PooledModel) -> None:
     """Raise a `CallerError` unless both models fit the same frames."""
     for what, ours, theirs in (("inputs", old.inputs, new.inputs), ("outputs", old.outputs, new.outputs)):
         have = [(name, operand.word, operand.dimensions) for name, operand in ours.items()]
@@ -166,7 +166,7 @@ def _check_border(old: Model, new: Model) -> None:
         raise CallerError("the new model's open dimensions are equal in other places than this compilation's; compile it by itself")
 
 
-def _symbols(model: Model) -> list[list[int | None]]:
+def _symbols(model: PooledModel) -> list[list[int | None]]:
     """Return the open dimensions, numbered by symbol in the order in which the symbols appear."""
     numbers: dict[Any, int] = {}
     return [

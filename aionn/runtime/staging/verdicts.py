@@ -19,7 +19,7 @@ from blake3 import blake3
 from aionn.caching import OutputDifference, StageMeasurement
 from aionn.engines.processor import run_threads
 from aionn.errors import DeadlineError
-from aionn.hal.model import Model
+from aionn.hal.model import PooledModel
 from aionn.runtime.preparing.compile_acts import CompileRequest
 from aionn.runtime.serving.serving import Serving
 from aionn.runtime.staging.comparing import TOLERANCES, Comparison, Tolerance, not_faster
@@ -95,7 +95,7 @@ def scope(request: CompileRequest, stage: str) -> bytes:
 
 
 def measurement(
-    model: Model, stage: str, version: str, base: str, base_version: str, threads: int, comparison: Comparison
+    model: PooledModel, stage: str, version: str, base: str, base_version: str, threads: int, comparison: Comparison
 ) -> StageMeasurement:
     """Return a comparison as the cache keeps it."""
     outputs = {}
@@ -122,7 +122,7 @@ def measurement(
     )
 
 
-def verdict(found: StageMeasurement, model: Model, policy: StagePolicy) -> str | None:
+def verdict(found: StageMeasurement, model: PooledModel, policy: StagePolicy) -> str | None:
     """Return `APPROVED`, or why the stage must not serve. Returns None if the measurement leaves that open under this policy.
 
     The caller has checked versions and threads (`holds`).
@@ -166,7 +166,7 @@ def holds(found: StageMeasurement, version: str, base_version: str | None, threa
     return (found.version, found.base_version, found.threads) == (version, base_version, threads)
 
 
-def judged(found: list[StageMeasurement], model: Model, policy: StagePolicy) -> str | None:
+def judged(found: list[StageMeasurement], model: PooledModel, policy: StagePolicy) -> str | None:
     """Return the verdict of several measurements of one stage. A refusal outweighs an approval. Returns None if all leave it open."""
     verdicts = [answer for one in found if (answer := verdict(one, model, policy)) is not None]
     return next((answer for answer in verdicts if answer != APPROVED), verdicts[0] if verdicts else None)

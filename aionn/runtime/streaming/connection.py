@@ -366,11 +366,11 @@ class BurstChange:
     def commit(self) -> None:
         self._before = self._connection.install(self._link)
 
-    async def retire(self) -> None:
+    async def release_old(self) -> None:
         if self._before is not None:
             await _close(self._before)
 
-    def abort(self) -> None:
+    def release_new(self) -> None:
         self._connection.session.tasks.start_soon(_close, self._link, name="a link of no use")
 
 

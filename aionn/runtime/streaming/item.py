@@ -155,9 +155,9 @@ class Arrivals:
         """Leave an entry to the burst's counts if the driver has answered with `error`. Else drop it."""
         if error in self._executor.failures:
             self._unanswered.discard(entry)
-        self.drop(entry, "late" if isinstance(error, DeadlineError) else "failed")
+        self.drop_frame(entry, "late" if isinstance(error, DeadlineError) else "failed")
 
-    def drop(self, entry: Entry, why: str) -> None:
+    def drop_frame(self, entry: Entry, why: str) -> None:
         """Release an entry's frame, and count the entry as dropped unless it has been counted."""
         entry.release()
         if entry in self._unanswered:
@@ -167,7 +167,7 @@ class Arrivals:
     def end(self) -> None:
         """Drop what is left, and end the leases of the source."""
         for entry in list(self._unanswered):
-            self.drop(entry, "closed")
+            self.drop_frame(entry, "closed")
         self.leases.end()
 
     def _count(self, seq: int, why: str) -> None:

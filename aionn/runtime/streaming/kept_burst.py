@@ -192,7 +192,7 @@ class KeptBurst:
 
     async def aclose(self) -> None:
         """Close for good. Calls that wait end with `CallerError`. Those under way are given `CLOSE_S` to be answered."""
-        self.refuse()
+        self.end_waiting()
         try:
             if self.connection is not None:
                 with bounded_shield(CLOSE_S):
@@ -206,7 +206,7 @@ class KeptBurst:
         finally:
             self.end()
 
-    def refuse(self) -> None:
+    def end_waiting(self) -> None:
         """End the calls that wait for a place, because the compilation is being closed."""
         self._closed = True
         turns, self._turns = self._turns, OrderedDict()
@@ -216,7 +216,7 @@ class KeptBurst:
 
     def end(self) -> None:
         """Close for good, without waiting."""
-        self.refuse()
+        self.end_waiting()
         for scope in self._calls:
             scope.cancel()
         self._end()

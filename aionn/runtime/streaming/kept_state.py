@@ -22,13 +22,13 @@ from aionn.hal.types import Operand
 from aionn.runtime.executing.arguments import as_array, check_mapping
 from aionn.runtime.executing.device_buffers import BufferPair
 from aionn.runtime.executing.device_memory import DeviceMemory, allocate, state_of
-from aionn.runtime.executing.device_roles import DeviceRoles, Part
+from aionn.runtime.executing.device_roles import DeviceRoles, ModelRoles
 from aionn.runtime.preparing.kept_model import KeptModel
 
 logger = logging.getLogger("aionn.runtime")
 
 Arrays = dict[str, NDArray[Any]]
-Roles = Callable[[Iterable[str], Iterable[str]], Part]
+Roles = Callable[[Iterable[str], Iterable[str]], ModelRoles]
 
 
 class KeptState:
@@ -100,7 +100,7 @@ class KeptState:
                 raise CallerError(f"input {name!r} is a state of this stream, which the stream gives itself; leave it out")
         return {name: as_array(name, value).copy() for name, value in inputs.items()}
 
-    async def settled(self) -> None:
+    async def wait_idle(self) -> None:
         """Return when the driver is done with an execution whose caller has left.
 
         Raises:

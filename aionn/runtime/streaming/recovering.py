@@ -250,7 +250,7 @@ class RecurrentStream(AsyncOnly):
         if self._saving is not None:
             await self._saving.over.wait()
         if self._unsure is not None:
-            await self._state.settled()
+            await self._state.wait_idle()
             self._be_sure()
         if self._utterance_in_state != utterance:
             self._begin(utterance)

@@ -250,7 +250,7 @@ class Stream:
         """
         self.arrivals.add(entry)
         if self._ended.is_set():
-            self.arrivals.drop(entry, "closed")
+            self.arrivals.drop_frame(entry, "closed")
         elif self._over is None:
             self._placed(entry)
             self._ask()
@@ -265,10 +265,10 @@ class Stream:
             self._admit(entry)
         elif self._options.policy == "latest":
             if self._newest is not None:
-                self.arrivals.drop(self._newest, "replaced")
+                self.arrivals.drop_frame(self._newest, "replaced")
             self._newest = entry
         elif self._options.policy == "reject":
-            self.arrivals.drop(entry, "rejected")
+            self.arrivals.drop_frame(entry, "rejected")
             raise ExecutionError(
                 f"frame {entry.seq}: all {self._options.depth} places of the stream are taken; the source is faster than the model",
                 status=ErrorStatus.RESOURCE_EXHAUSTED_TRANSIENT,
