@@ -17,13 +17,14 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from aionn.pages.app_layout import Kind, PageView, SlotView
 from aionn.pages.finding import FoundPage, find_page
 from aionn.pages.layout import Activity, percentile_s
 from aionn.pages.page import time_namespace_of
-from aionn.pages.process_use import driver_device, own_pid_of, stat_of, status_of
+from aionn.pages.process_use import ProcessStat, driver_device, of_each_process, own_pid_of, stat_of, status_of
 
 
 class NotReadableError(Exception):
@@ -31,33 +32,17 @@ class NotReadableError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class ProcessReading:
-    """What /proc says of a process.
-
-    Attributes:
-        parent: the pid of its parent. own_pid: by which number the process knows itself, which differs in a container.
-        threads, rss_bytes: of this moment. cpu_s: CPU time since its start. age_s: time since its start.
-    """
-
-    pid: int
-    parent: int
-    own_pid: int
-    threads: int
-    rss_bytes: int
-    cpu_s: float
-    age_s: float
-
-
-@dataclass(frozen=True, slots=True)
 class DriverReading:
     """A driver process.
 
     Attributes:
+        own_pid: by which number the process knows itself, which differs in a container.
         device: the name of its device, by the command that started it.
         activity: what it does. now_ns: the moment. same_clock: whether the two are by the same clock.
     """
 
-    process: ProcessReading
+    process: ProcessStat
+    own_pid: int
     device: str
     activity: Activity
     now_ns: int
@@ -69,14 +54,12 @@ class AppReading:
     """A process in which runtimes are open.
 
     Attributes:
-        start_time: of its page; with the pid it names the process for good.
         now_ns: the moment by the clock of the page's times.
         same_clock: whether this is this process's clock. If not, `now_ns` is the last heartbeat, up to half a second ago.
         drivers: its driver processes.
     """
 
-    process: ProcessReading
-    start_time: int
+    process: ProcessStat
     view: PageView
     now_ns: int
     same_clock: bool
@@ -105,23 +88,24 @@ def read(pid: int | None = None) -> Reading:
     Raises:
         NotReadableError: /proc shows no processes, or process `pid` has no page that can be read.
     """
-    numbers = _processes()
     hidden = _hidden()
     if pid is not None:
         app_page(pid).close()
-    pages, unreadable = _pages(numbers)
     try:
-        apps: list[tuple[FoundPage, ProcessReading, PageView]] = []
+        pages, unreadable = of_each_process(find_page)
+    except OSError as error:
+        problem = f"cannot be read ({error.strerror})" if error.strerror else "shows no processes"
+        raise NotReadableError(f"/proc {problem}, and pages are found there; mount a proc file system at /proc") from error
+    try:
+        apps: list[tuple[FoundPage, ProcessStat, PageView]] = []
         drivers: dict[int, list[DriverReading]] = {}
         for page in pages:
-            try:
-                process = _process(page.pid)
-            except (OSError, ValueError, IndexError):
-                continue  # it ended meanwhile
-            if page.role == "driver":
-                drivers.setdefault(process.parent, []).append(_driver(page, process))
-            elif pid in (None, page.pid) and (view := page.read()) is not None:
-                apps.append((page, process, view))
+            with suppress(OSError):  # it ended meanwhile
+                process = stat_of(page.pid)
+                if page.role == "driver":
+                    drivers.setdefault(process.parent, []).append(_driver(page, process))
+                elif pid in (None, page.pid) and (view := page.read()) is not None:
+                    apps.append((page, process, view))
         readings = tuple(_app(page, process, view, drivers.get(page.pid, ())) for page, process, view in apps)
     finally:
         for page in pages:
@@ -131,21 +115,6 @@ def read(pid: int | None = None) -> Reading:
     if pid is not None:  # what other users run does not matter
         unreadable, hidden = 0, ""
     return Reading(time.monotonic(), tuple(sorted(readings, key=lambda app: app.process.pid)), unreadable, hidden)
-
-
-def _processes() -> list[int]:
-    """Return the numbers of all processes that /proc shows.
-
-    Raises:
-        NotReadableError: it shows no process.
-    """
-    try:
-        numbers = sorted(int(name) for name in os.listdir("/proc") if name.isdigit())
-    except OSError as error:
-        raise NotReadableError(f"/proc cannot be read ({error.strerror}), and pages are found there; mount it") from error
-    if not numbers:
-        raise NotReadableError("/proc shows no processes, and pages are found there; mount a proc file system at /proc")
-    return numbers
 
 
 def _hidden() -> str:
@@ -182,69 +151,27 @@ def app_page(pid: int, command: str = "top") -> FoundPage:
     if page.role == "driver":
         page.close()
         try:
-            app = str(_process(pid).parent)
+            app = str(stat_of(pid).parent)
         except (OSError, ValueError, IndexError):
             app = "the app's number"
         raise NotReadableError(f"process {pid} is a driver; give the number of its app, --pid {app}")
     return page
 
 
-def _pages(numbers: Sequence[int]) -> tuple[list[FoundPage], int]:
-    """Return the pages of these processes, to be closed, and how many processes of users this user may not look into."""
-    pages, unreadable = [], 0
-    for number in numbers:
-        try:
-            page = find_page(number)
-        except PermissionError:
-            unreadable += not _is_of_kernel(number)
-        except OSError:
-            continue  # it ended meanwhile
-        else:
-            if page is not None:
-                pages.append(page)
-    return pages, unreadable
+def _driver(page: FoundPage, process: ProcessStat) -> DriverReading:
+    own_pid = own_pid_of(page.pid, status_of(page.pid))
+    return DriverReading(process, own_pid, driver_device(page.pid) or "?", page.activity(), time.monotonic_ns(), _same_clock(page))
 
 
-def _is_of_kernel(pid: int) -> bool:
-    """Return whether a process has no program: a thread of the kernel, or a process that has ended and has not been waited for."""
-    try:
-        with open(f"/proc/{pid}/cmdline", "rb") as file:
-            return not file.read(1)
-    except OSError:
-        return True
-
-
-def _driver(page: FoundPage, process: ProcessReading) -> DriverReading:
-    return DriverReading(process, driver_device(page.pid) or "?", page.activity(), time.monotonic_ns(), _same_clock(page))
-
-
-def _app(page: FoundPage, process: ProcessReading, view: PageView, drivers: Sequence[DriverReading]) -> AppReading:
+def _app(page: FoundPage, process: ProcessStat, view: PageView, drivers: Sequence[DriverReading]) -> AppReading:
     same = _same_clock(page)
     beats = [slot.beat_ns for slot in view.slots if slot.kind is Kind.RUNTIME]
     now_ns = time.monotonic_ns() if same else max(beats, default=0)
-    return AppReading(process, page.start_time, view, now_ns, same, tuple(drivers))
+    return AppReading(process, view, now_ns, same, tuple(drivers))
 
 
 def _same_clock(page: FoundPage) -> bool:
     return page.time_namespace == time_namespace_of(os.getpid())
-
-
-def _process(pid: int) -> ProcessReading:
-    """Read a process's figures.
-
-    Raises:
-        OSError, ValueError, IndexError: it has ended.
-    """
-    stat, status = stat_of(pid), status_of(pid)
-    return ProcessReading(
-        pid=pid,
-        parent=stat.parent,
-        own_pid=own_pid_of(pid, status),
-        threads=stat.threads,
-        rss_bytes=int(status.get("VmRSS", "0 kB").split()[0]) * 1024,
-        cpu_s=stat.cpu_s,
-        age_s=max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - stat.started_s),
-    )
 
 
 STALLED_S = 5.0
@@ -351,9 +278,9 @@ class Figures:
 
 def figures(now: Reading, before: Reading | None = None) -> Figures:
     """Compute what is shown from a reading, and from one before it if there is one."""
-    earlier = {} if before is None else {(app.process.pid, app.start_time): app for app in before.apps}
+    earlier = {} if before is None else {(app.process.pid, app.process.start_time): app for app in before.apps}
     interval_s = None if before is None else now.at_s - before.at_s
-    runtimes = [one for app in now.apps for one in _runtimes(app, earlier.get((app.process.pid, app.start_time)), interval_s)]
+    runtimes = [one for app in now.apps for one in _runtimes(app, earlier.get((app.process.pid, app.process.start_time)), interval_s)]
     return Figures(interval_s, tuple(runtimes), now.unreadable, now.hidden)
 
 
@@ -386,7 +313,7 @@ def _runtimes(app: AppReading, before: AppReading | None, interval_s: float | No
             uptime_s=max(0.0, (app.now_ns - min(slot.since_ns for slot in opened)) / _NS),
             release=app.view.release,
             cpu_percent=_cpu_percent(app.process, None if before is None else before.process, interval_s),
-            rss_bytes=app.process.rss_bytes,
+            rss_bytes=app.process.resident_bytes,
             threads=app.process.threads,
             devices=tuple(devices[name]),
             bursts=tuple(bursts[name]),
@@ -438,7 +365,7 @@ def _more(now: Sequence[int], before: Sequence[int]) -> Sequence[int]:
 def _devices(app: AppReading, before: AppReading | None, interval_s: float | None, names: Sequence[str]) -> dict[str, list[DeviceFigures]]:
     """Return the devices of each runtime of a process."""
     found: dict[str, list[DeviceFigures]] = {name: [] for name in names}
-    running = {driver.process.own_pid: driver for driver in app.drivers}
+    running = {driver.own_pid: driver for driver in app.drivers}
     earlier = {} if before is None else {driver.process.pid: driver.process for driver in before.drivers}
 
     def shown(slot: SlotView | None, driver: DriverReading | None) -> DeviceFigures:
@@ -452,7 +379,7 @@ def _devices(app: AppReading, before: AppReading | None, interval_s: float | Non
             state=state,
             state_s=state_s,
             cpu_percent=_cpu_percent(process, earlier.get(process.pid), interval_s) if process else None,
-            rss_bytes=process.rss_bytes if process else 0,
+            rss_bytes=process.resident_bytes if process else 0,
             threads=process.threads if process else 0,
             starts=starts,
             restarts=max(0, starts - 1),
@@ -476,7 +403,7 @@ def _activity(driver: DriverReading) -> tuple[str, float | None]:
     return activity.state, max(0.0, (driver.now_ns - activity.since_ns) / _NS)
 
 
-def _cpu_percent(now: ProcessReading, before: ProcessReading | None, interval_s: float | None) -> float | None:
+def _cpu_percent(now: ProcessStat, before: ProcessStat | None, interval_s: float | None) -> float | None:
     if before is not None and interval_s:
         return max(0.0, (now.cpu_s - before.cpu_s) / interval_s * 100)
     return now.cpu_s / now.age_s * 100 if now.age_s > 0 else None

@@ -245,12 +245,10 @@ class PageHeader(NamedTuple):
 
 def find_headers() -> list[PageHeader]:
     """Return the headers of all pages that this user may read, also of those that have another layout than this release's."""
-    headers = []
-    for name in os.listdir("/proc"):
-        if name.isdigit():
-            with suppress(OSError):  # it ended meanwhile, or belongs to another user
-                headers += [found for path in _links(int(name), _PAGE) if (found := _header_of(int(name), path)) is not None]
-    return headers
+    from aionn.pages.process_use import of_each_process
+
+    found, _ = of_each_process(lambda pid: [_header_of(pid, path) for path in _links(pid, _PAGE)])
+    return [header for headers in found for header in headers if header is not None]
 
 
 def _header_of(pid: int, path: str) -> PageHeader | None:

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import TypeVar
+
+from aionn.pages.layout import LayoutError
+
+T = TypeVar("T")
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -17,13 +23,14 @@ class ProcessStat:
     """What one line of /proc says of a process.
 
     Attributes:
-        parent: the pid of its parent.
+        pid: by which this process knows it. parent: the pid of its parent.
         start_time: when it started, in clock ticks since boot. Together with the pid this names one process for good.
         started_s: the same in seconds (CLOCK_BOOTTIME).
         cpu_s: user and system time so far.
         resident_bytes: physical memory.
     """
 
+    pid: int
     parent: int
     start_time: int
     started_s: float
@@ -31,16 +38,45 @@ class ProcessStat:
     threads: int
     resident_bytes: int
 
+    @property
+    def age_s(self) -> float:
+        """Seconds since its start."""
+        return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - self.started_s)
 
-@dataclass(frozen=True, slots=True)
-class ProcessUse:
-    """What a process uses now. `start_time`, `cpu_s` and `resident_bytes`: as of `ProcessStat`."""
 
-    start_time: int
-    cpu_s: float
-    threads: int
-    resident_bytes: int
-    open_fds: int
+def of_each_process(look: Callable[[int], T | None]) -> tuple[list[T], int]:
+    """Look at every process that /proc shows. A process that ends meanwhile is left out, and one whose page has another layout.
+
+    Returns:
+        What `look` returns for a pid, without None, and how many processes belong to users whom this one may not look at.
+
+    Raises:
+        OSError: /proc cannot be read, or shows no process (ProcessLookupError).
+    """
+    found, unreadable = [], 0
+    numbers = sorted(int(name) for name in os.listdir("/proc") if name.isdigit())
+    if not numbers:
+        raise ProcessLookupError("/proc shows no processes")
+    for pid in numbers:
+        try:
+            seen = look(pid)
+        except PermissionError:
+            unreadable += not _is_of_kernel(pid)
+        except (OSError, LayoutError):
+            continue
+        else:
+            if seen is not None:
+                found.append(seen)
+    return found, unreadable
+
+
+def _is_of_kernel(pid: int) -> bool:
+    """Return whether a process has no program: a thread of the kernel, or a process that has ended and has not been waited for."""
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            return not file.read(1)
+    except OSError:
+        return True
 
 
 def stat_of(pid: int) -> ProcessStat:
@@ -53,6 +89,7 @@ def stat_of(pid: int) -> ProcessStat:
         fields = file.read().rpartition(b")")[2].split()  # the program's name before it may hold blanks and brackets
     start_time = int(fields[19])
     return ProcessStat(
+        pid=pid,
         parent=int(fields[1]),
         start_time=start_time,
         started_s=start_time / _TICKS,
@@ -86,16 +123,6 @@ def driver_device(pid: int) -> str | None:
     except (OSError, ValueError, IndexError):
         return None
     return (name if equals else home) or None
-
-
-def use_of(pid: int) -> ProcessUse:
-    """Return what a process uses.
-
-    Raises:
-        OSError: it has ended, or belongs to another user.
-    """
-    stat = stat_of(pid)
-    return ProcessUse(stat.start_time, stat.cpu_s, stat.threads, stat.resident_bytes, len(os.listdir(f"/proc/{pid}/fd")))
 
 
 def child_with_pid(parent: int, pid: int) -> int | None:

@@ -33,9 +33,8 @@ from aionn.pages import layout
 from aionn.pages.app_layout import STAGE_STATES, Kind, PageView, SlotView
 from aionn.pages.app_page import AppPage, close_page, open_page
 from aionn.pages.finding import FoundPage, find_page
-from aionn.pages.layout import LayoutError
 from aionn.pages.page import start_time_of
-from aionn.pages.process_use import ProcessUse, child_with_pid, use_of
+from aionn.pages.process_use import child_with_pid, of_each_process, stat_of
 
 
 class Totals:
@@ -65,9 +64,12 @@ class Totals:
                 driver = found if view.pid == pid else child_with_pid(pid, found)
                 with suppress(OSError):  # it ended meanwhile
                     if driver is not None:
-                        use, where = use_of(driver), (self._names.shown("runtime", runtime), device)
-                        self._cpu[driver, use.start_time] = where, use.cpu_s
-                        _add_use(sums, where, use)
+                        stat, where = stat_of(driver), (self._names.shown("runtime", runtime), device)
+                        self._cpu[driver, stat.start_time] = where, stat.cpu_s
+                        open_fds = len(os.listdir(f"/proc/{driver}/fd"))
+                        sums.add("driver_resident_memory_bytes", where, stat.resident_bytes)
+                        sums.add("driver_threads", where, stat.threads)
+                        sums.add("driver_open_fds", where, open_fds)
         for process, (where, cpu_s) in list(self._cpu.items()):
             sums.add("driver_cpu_seconds", where, cpu_s)
             if not _lives(*process):
@@ -77,12 +79,6 @@ class Totals:
 
     def _add(self, sums: Sums, view: PageView) -> None:
         add_page(sums, view, self._names, self._reasons, self._runtime)
-
-
-def _add_use(sums: Sums, where: tuple[str, str], use: ProcessUse) -> None:
-    sums.add("driver_resident_memory_bytes", where, use.resident_bytes)
-    sums.add("driver_threads", where, use.threads)
-    sums.add("driver_open_fds", where, use.open_fds)
 
 
 def _lives(pid: int, start_time: int) -> bool:
@@ -179,12 +175,8 @@ class OtherPages:
         """Retire the pages that have ended, and map those that are new. This reads the descriptors of all processes of this user."""
         self.retire_ended()
         known = {mapped.page.pid for mapped in self._mapped.values()}
-        for name in os.listdir("/proc"):
-            if name.isdigit() and int(name) not in known:
-                with suppress(OSError, LayoutError):  # it ended meanwhile, or belongs to another user
-                    found = _Mapped.of(int(name))
-                    if found is not None:
-                        self._mapped[found.page.pid, found.inode] = found
+        for found in of_each_process(lambda pid: None if pid in known else _Mapped.of(pid))[0]:
+            self._mapped[found.page.pid, found.inode] = found
 
     def views(self) -> Iterator[tuple[int, PageView]]:
         """Yield the number of each app's process, and what its page shows now."""

@@ -31,7 +31,7 @@ _KINDS = ("/memfd:aionn", "anon_inode:[pidfd]", "anon_inode:[eventfd]", "socket:
 class _Held:
     """What this process holds: children by pid and start, descriptors by target and inode, mappings by inode."""
 
-    processes: frozenset[tuple[int, str]]
+    processes: frozenset[tuple[int, int]]
     descriptors: Counter[tuple[str, int]]
     mappings: Counter[str]
 
@@ -76,17 +76,13 @@ def fake_device() -> Iterator[FakeDevice]:
         pytest.fail(f"the test left behind: {', '.join(left)}; leave every aionn.Runtime, and drop views of its memory", pytrace=False)
 
 
-def _children() -> Iterator[tuple[int, str]]:
+def _children() -> Iterator[tuple[int, int]]:
     """Return every process below this one with its start time, zombies included."""
-    parents: dict[int, list[tuple[int, str]]] = {}
-    for entry in os.listdir("/proc"):
-        if entry.isdigit():
-            try:
-                with open(f"/proc/{entry}/stat", encoding="utf-8", errors="replace") as stat:
-                    fields = stat.read().rpartition(")")[2].split()
-            except OSError:
-                continue  # it has ended since the listing
-            parents.setdefault(int(fields[1]), []).append((int(entry), fields[19]))
+    from aionn.pages.process_use import of_each_process, stat_of
+
+    parents: dict[int, list[tuple[int, int]]] = {}
+    for stat in of_each_process(stat_of)[0]:
+        parents.setdefault(stat.parent, []).append((stat.pid, stat.start_time))
     found = list(parents.get(os.getpid(), []))
     for child in found:
         found.extend(parents.get(child[0], []))

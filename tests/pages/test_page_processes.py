@@ -12,12 +12,12 @@ from collections.abc import Callable
 
 import pytest
 
-from aionn.cli import top_reading
 from aionn.pages import app_layout, layout
 from aionn.pages._page import snapshot
 from aionn.pages.app_layout import COUNTERS, Kind
 from aionn.pages.app_page import AppPage, close_page, open_page
 from aionn.pages.finding import FoundPage, TraceReader, find_page, tracing
+from aionn.pages.process_use import of_each_process
 from tests.pages.processes import memfds, program
 
 WRITER = """
@@ -68,7 +68,7 @@ with find_page(int(sys.argv[1])) as page, tracing(page, time.monotonic_ns() + 60
 
 
 def found_pages() -> list[FoundPage]:
-    return top_reading._pages(top_reading._processes())[0]
+    return of_each_process(find_page)[0]
 
 
 def whole_names_in(copy: bytes) -> set[str]:

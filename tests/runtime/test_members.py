@@ -1,4 +1,4 @@
-"""A swap is a two-phase commit over the members of a compilation: all changes are committed, or all are aborted."""
+"""A swap is a two-phase commit over the members of a compilation: all changes are committed, or all are released."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def serving(compiled: CompiledModel, name: str) -> Serving:
     return Serving(cast(RemotePreparedModel, prepared), cast(PooledModel, None), compiled.use)
 
 
-async def test_a_swap_commits_every_change_and_retires_what_was_replaced() -> None:
+async def test_a_swap_commits_every_change_and_releases_what_was_replaced() -> None:
     log: list[str] = []
     async with anyio.create_task_group() as tasks:
         compiled = CompiledModel(tasks)
@@ -79,11 +79,11 @@ async def test_a_swap_commits_every_change_and_retires_what_was_replaced() -> No
     assert log[:2] == ["burst prepare", "memory prepare"]
     assert sorted(log[2:4]) == ["burst check", "memory check"]
     assert sorted(log[4:6]) == ["burst commit", "memory commit"]
-    assert sorted(log[6:]) == ["burst retire", "memory retire"]
+    assert sorted(log[6:]) == ["burst release_old", "memory release_old"]
 
 
 @pytest.mark.parametrize("fails", ["prepare", "check"])
-async def test_one_member_that_cannot_follow_aborts_the_others(fails: str) -> None:
+async def test_one_member_that_cannot_follow_releases_those_of_the_others(fails: str) -> None:
     log: list[str] = []
     async with anyio.create_task_group() as tasks:
         compiled = CompiledModel(tasks)
@@ -93,8 +93,8 @@ async def test_one_member_that_cannot_follow_aborts_the_others(fails: str) -> No
         with pytest.raises(NotNowError, match="memory was used"):
             await compiled.swap(serving(compiled, "best"))
         assert (compiled.serving, compiled.gate.shut) == (old, False)
-    assert "burst abort" in log
-    assert ("memory abort" in log) == (fails == "check")
+    assert "burst release_new" in log
+    assert ("memory release_new" in log) == (fails == "check")
     assert not any("commit" in entry or "release_old" in entry for entry in log)
 
 
@@ -110,4 +110,4 @@ async def test_a_member_that_comes_during_the_swap_ends_it() -> None:
         with pytest.raises(aionn.CallerError, match="device memory allocated, during the swap"):
             await compiled.swap(serving(compiled, "best"))
         assert compiled.serving is old
-    assert log == ["first prepare", "first check", "first abort"]
+    assert log == ["first prepare", "first check", "first release_new"]

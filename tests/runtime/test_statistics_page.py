@@ -19,10 +19,10 @@ import pytest
 from numpy.typing import NDArray
 
 import aionn
-from aionn.cli import top_reading
 from aionn.pages.app_layout import Kind, PageView, SlotView
 from aionn.pages.finding import FoundPage, find_page
 from aionn.pages.page import BEAT_S
+from aionn.pages.process_use import of_each_process
 from aionn.testing import FakeDevice, identity_model
 from tests.leaks import driver_pids, leak_check
 from tests.pages.processes import memfds
@@ -34,7 +34,7 @@ COUNTED = ("computed", "failed", "connections", "dropped", "copied_bytes", "driv
 
 
 def found_pages() -> list[FoundPage]:
-    return top_reading._pages(top_reading._processes())[0]
+    return of_each_process(find_page)[0]
 
 
 @pytest.fixture

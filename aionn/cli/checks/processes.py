@@ -13,7 +13,7 @@ from aionn.cli.checks.row import Row, fail, ok, warn
 from aionn.pages.finding import find_headers
 from aionn.pages.layout import RELEASE, VERSION
 from aionn.pages.page import start_time_of
-from aionn.pages.process_use import own_pid_of, status_of
+from aionn.pages.process_use import of_each_process, own_pid_of, status_of
 from aionn.runtime.processes.spawning import APP_PID
 
 _ENDS_WITHIN_S = 2.0
@@ -31,7 +31,7 @@ class Orphan:
 
 def orphans() -> list[Orphan]:
     """Return this user's drivers whose app has ended at least two seconds ago, as far as that can be seen."""
-    found = [orphan for name in os.listdir("/proc") if name.isdigit() and (orphan := _orphan(int(name))) is not None]
+    found, _ = of_each_process(_orphan)
     deadline = time.monotonic() + _ENDS_WITHIN_S
     for orphan in found:
         with suppress(OSError):
