@@ -8,7 +8,7 @@
     caches       `aionn cache ls | verify | prune`
     listing      `aionn devices`
     doctor       `aionn doctor`; its checks are in the package `checks`
-    top          `aionn top`: top_reading, top_tables, top_screen
+    top          `aionn top`: the tables and the screen; top_reading has the figures
     bench        `aionn bench`: bench_subjects, bench_worker
     metrics      `aionn metrics`
     fleet        `aionn fleet`

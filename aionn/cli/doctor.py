@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from aionn.cli.checks.row import Row, fail, warn
+from aionn.cli.checks import Row, fail, warn
 from aionn.cli.printing import NotDoneError, duration, print_json, print_table
 from aionn.escapes import escaped
 

@@ -10,7 +10,7 @@ from typing import Any
 from aionn.cli.printing import NotDoneError, UsageError, duration, print_json
 from aionn.cli.top_reading import NotReadableError, app_page
 from aionn.escapes import escaped
-from aionn.pages.collecting import READ_S, RecordReader
+from aionn.pages.finding import READ_S, RecordReader
 from aionn.pages.layout import LayoutError
 from aionn.trace.events import Recorded
 from aionn.trace.file import write

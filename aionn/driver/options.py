@@ -22,7 +22,7 @@ from aionn.driver.received import LentDescriptors
 from aionn.errors import CallerError
 from aionn.hal.engine import Engine, Executable
 from aionn.hal.options import EngineOptions, OptionValue
-from aionn.hal.performance import Performance
+from aionn.hal.types import Performance
 
 T = TypeVar("T")
 

@@ -24,8 +24,7 @@ from aionn.engines.needs import FILE
 from aionn.errors import CallerError, DeviceUnavailableError, text_of
 from aionn.hal.engine import Engine
 from aionn.hal.interfaces import IDevice
-from aionn.hal.performance import Performance
-from aionn.hal.types import CacheFiles, DeviceType
+from aionn.hal.types import CacheFiles, DeviceType, Performance
 from aionn.needs import NAMES
 
 if TYPE_CHECKING:

@@ -20,8 +20,7 @@ from aionn.burst.executors import result_of
 from aionn.driver.received import Received
 from aionn.errors import AionnError, CallerError, CompilationError
 from aionn.hal.interfaces import IBuffer, IBurstContext, IDevice, IPreparedModel
-from aionn.hal.performance import Performance
-from aionn.hal.types import Dependency, FencedResult, IMemory, Result
+from aionn.hal.types import Dependency, FencedResult, IMemory, Performance, Result
 from aionn.hal.values import as_messages
 from aionn.memory.descriptors import check_description
 from aionn.memory.region import Region

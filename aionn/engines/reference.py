@@ -22,8 +22,7 @@ from aionn.engines.elements import deliver
 from aionn.errors import CompilationError, DeviceUnavailableError
 from aionn.hal.engine import Artifact, CompileOptions, Executable, ExecutionReport
 from aionn.hal.model import PooledModel
-from aionn.hal.performance import Performance, PerformanceInfo
-from aionn.hal.types import CacheFiles
+from aionn.hal.types import CacheFiles, Performance, PerformanceInfo
 
 _FOLDERS = {
     "ai.onnx.ml": "aionnxml",

@@ -31,8 +31,7 @@ from aionn.graph.flow import Flow
 from aionn.graph.steps import Step, step_token
 from aionn.graph.unchanged import contents_of
 from aionn.hal.model import Constant, Operation, PooledModel, known_contents, known_token, may_change
-from aionn.hal.performance import Performance
-from aionn.hal.types import DataLocation, ExecutionPreference
+from aionn.hal.types import DataLocation, ExecutionPreference, Performance
 
 _NO_DIGESTS: Mapping[str, bytes] = MappingProxyType({})
 

@@ -1,8 +1,7 @@
 """The contract between an app's process and a driver's: types, the model, interfaces. No I/O lives here.
 
-    performance  how quick a device says it is
     queues      the description of a message queue
-    types       the HAL's values (NNAPI 1.2/1.3, with the same numbers)
+    types       the HAL's values (NNAPI 1.2/1.3, with the same numbers), and how quick a device says it is
     values      types of inputs and outputs that are not tensors: sequences, maps, optionals
     model       the ONNX graph with its large constants taken out
     interfaces  `IDevice` and its objects, which the runtime calls
@@ -26,7 +25,6 @@ from aionn.hal.interfaces import CacheHandles, IBuffer, IBurstCallback, IBurstCo
 from aionn.hal.model import Constant, Operation, model_bytes
 from aionn.hal.model import PooledModel as Model
 from aionn.hal.options import EngineOptions, OptionValue
-from aionn.hal.performance import Performance, PerformanceInfo
 from aionn.hal.queues import GrantorDescriptor, MQDescriptor, MQFlavor
 from aionn.hal.types import (
     CACHE_TOKEN_BYTES,
@@ -50,6 +48,8 @@ from aionn.hal.types import (
     Operand,
     OperandType,
     OutputShape,
+    Performance,
+    PerformanceInfo,
     Priority,
     Request,
     RequestArgument,

@@ -33,8 +33,7 @@ from aionn.errors import (
     text_of,
 )
 from aionn.escapes import escaped
-from aionn.hal.performance import Performance
-from aionn.hal.types import CacheFiles, DeviceType, ErrorStatus
+from aionn.hal.types import CacheFiles, DeviceType, ErrorStatus, Performance
 from aionn.remote.calls import ControlMessage, Fd, HalCall
 from aionn.sandbox.report import Confinement
 

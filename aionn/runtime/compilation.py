@@ -24,14 +24,13 @@ from aionn.hal.model import PooledModel
 from aionn.hal.options import CallOptions
 from aionn.hal.types import ExecutionPreference, Priority
 from aionn.runtime.executing.arguments import Arguments, Outputs
-from aionn.runtime.executing.control import fixed_route
+from aionn.runtime.executing.control import execution_of, fixed_route, frames_refusal
+from aionn.runtime.executing.device_buffers import DeviceRoles, ModelRoles, roles_of
 from aionn.runtime.executing.device_memory import DeviceMemory, allocate
-from aionn.runtime.executing.device_roles import DeviceRoles, ModelRoles, roles_of
 from aionn.runtime.executing.execution import Call, Executor
 from aionn.runtime.executing.frames import Frames
 from aionn.runtime.executing.link import CLOSE_S
 from aionn.runtime.executing.retrying import Retries, retried
-from aionn.runtime.executing.values import execution_of, frames_refusal
 from aionn.runtime.preparing.compile_acts import CompileRequest
 from aionn.runtime.preparing.kept_model import KeptModel
 from aionn.runtime.preparing.preparation import Found

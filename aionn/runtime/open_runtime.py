@@ -304,7 +304,7 @@ async def _staged(session: Session, request: CompileRequest, policy: StagePolicy
     found = check_kept(request, await prepare_first(session.devices, stages, request, policy))
     progress.outcomes = found[1]
     if outside_frames(request.model):
-        from aionn.runtime.executing.values import staged_refusal
+        from aionn.runtime.executing.control import staged_refusal
 
         found[0].release()
         raise staged_refusal(request.model)

@@ -20,11 +20,10 @@ from typing import TYPE_CHECKING
 
 from aionn import trace
 from aionn.pages.app_page import AppPage
-from aionn.pages.finding import find_page
 from aionn.pages.layout import LayoutError
 
 if TYPE_CHECKING:
-    from aionn.pages.collecting import CollectingThread
+    from aionn.pages.finding import CollectingThread
 
 logger = logging.getLogger("aionn.trace")
 
@@ -43,7 +42,7 @@ class PageSource:
 
     def begin(self, recording: trace.Recording) -> None:
         """See `trace.FrameSource`. Without a page there is nothing to read."""
-        from aionn.pages.collecting import CollectingThread
+        from aionn.pages.finding import CollectingThread, find_page
 
         try:
             page = find_page(os.getpid())

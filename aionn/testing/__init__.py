@@ -11,7 +11,6 @@ The fake device hangs, crashes and is slow on demand, and needs no inference eng
 `check_engine` makes pytest cases of the driver contract.
 
     engine_cases    the cases; engine_check has what they share
-    driver_cases    those that need a driver process: it serves the engine, and its sandbox allows what the engine states
     damaged         loads damaged artifacts in a driver process
 
 A test waits for events of the engine, never for time.

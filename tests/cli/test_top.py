@@ -28,8 +28,8 @@ import pytest
 from rich.console import Console
 
 import aionn
+from aionn.cli.top import SORTS, content
 from aionn.cli.top_reading import BurstFigures, DeviceFigures, Figures, Reading, RuntimeFigures, figures, read
-from aionn.cli.top_tables import SORTS, content
 from aionn.pages._page import bucket_of
 from aionn.pages.app_layout import DEVICE_COUNTERS, DROPPED, PID, SENT, Kind
 from aionn.pages.app_page import AppPage, close_page, open_page

@@ -14,8 +14,7 @@ import pytest
 
 import aionn.testing
 from aionn.testing import CheckedModel
-from aionn.testing.driver_cases import needs_are_declared, works_in_its_sandbox
-from aionn.testing.engine_cases import CASES
+from aionn.testing.engine_cases import CASES, needs_are_declared, works_in_its_sandbox
 from aionn.testing.engine_check import EngineCheck, Inapplicable
 from tests.conformance.storing_reference import NAME as STORING
 from tests.engines import faulty_engines

@@ -16,7 +16,7 @@ from aionn.caching.store.opening import Hit
 from aionn.memory.memory import Memory
 from aionn.memory.region import Region
 from aionn.remote.device import RemoteBuffer, RemotePreparedModel
-from aionn.runtime.executing.device_roles import DeviceRoles, roles_of
+from aionn.runtime.executing.device_buffers import DeviceRoles, roles_of
 from aionn.testing import FakeDevice, identity_model
 from tests.leaks import ended, leak_check
 

@@ -17,10 +17,9 @@ from aionn.hal import DataLocation, ErrorStatus, Operand, OperandType, OutputSha
 from aionn.hal.options import CallOptions
 from aionn.memory.region import Region
 from aionn.remote.device import RemotePreparedModel
-from aionn.runtime.serving.boundaries import BoundaryLayout
+from aionn.runtime.serving.boundaries import Boundary, BoundaryLayout
 from aionn.runtime.serving.planned_execution import StepFailure
 from aionn.runtime.serving.planned_model import PlannedModel, PlannedStep
-from aionn.runtime.serving.wiring import Boundary
 
 pytestmark = pytest.mark.anyio
 

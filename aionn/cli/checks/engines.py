@@ -15,7 +15,7 @@ import numpy as np
 
 import aionn
 from aionn.caching.state import state_path
-from aionn.cli.checks.row import Row, fail, ok, warn
+from aionn.cli.checks import Row, fail, ok, warn
 from aionn.cli.checks.sandbox import confined
 from aionn.engines.installed import BUILT_IN, GROUP, with_descriptors
 from aionn.errors import AionnError

@@ -15,8 +15,8 @@ from aionn.caching.private_folder import left_folders, missing_home
 from aionn.caching.state import query, read_database, state_path
 from aionn.caching.store.directory import UnsafeFileError, check_owner, is_hex, refusal_to_store
 from aionn.cgroups import text_of
+from aionn.cli.checks import ROOT, Row, fail, ok, warn
 from aionn.cli.checks.leavings import cache_leavings, records_folders, state_leavings
-from aionn.cli.checks.row import ROOT, Row, fail, ok, warn
 from aionn.cli.printing import entries, size
 
 _LEAST_FREE_BYTES, _GOOD_FREE_BYTES = 16 << 20, 256 << 20

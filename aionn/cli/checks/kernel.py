@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from aionn.cgroups import text_of
-from aionn.cli.checks.row import ROOT, Row, fail, ok, warn
+from aionn.cli.checks import ROOT, Row, fail, ok, warn
 from aionn.errors import AionnError, DeadlineError
 
 LEAST = (5, 4)

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 from aionn.cgroups import cpu_quota, text_of
-from aionn.cli.checks.row import ROOT, Row, fail, ok, warn
+from aionn.cli.checks import ROOT, Row, fail, ok, warn
 from aionn.cli.printing import size
 from aionn.engines.processor import usable_cpus
 from aionn.memory.limits import tightest

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from aionn.cli.checks.row import Row, fail, ok, warn
+from aionn.cli.checks import Row, fail, ok, warn
 from aionn.pages.finding import find_headers
 from aionn.pages.layout import RELEASE, VERSION
 from aionn.pages.page import start_time_of

@@ -8,7 +8,7 @@ import platform
 from pathlib import Path
 
 from aionn.cgroups import text_of
-from aionn.cli.checks.row import ROOT, Row, ok, warn
+from aionn.cli.checks import ROOT, Row, ok, warn
 from aionn.runtime.processes.spawning import SANDBOX
 from aionn.sandbox import landlock
 from aionn.sandbox.confining import LEAST_ABI

@@ -23,8 +23,7 @@ from aionn.memory.hardware_buffer import HardwareBuffer
 from aionn.memory.memory import Memory
 from aionn.memory.region import Region
 from aionn.runtime.executing.arguments import as_array
-from aionn.runtime.executing.device_buffers import BufferPair
-from aionn.runtime.executing.device_roles import DeviceRoles
+from aionn.runtime.executing.device_buffers import BufferPair, DeviceRoles
 from aionn.runtime.executing.device_state import DeviceState, Holding
 from aionn.runtime.preparing.kept_model import KeptModel
 from aionn.tasks import AsyncOnly, deadline_of, ending_by

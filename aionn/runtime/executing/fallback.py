@@ -31,10 +31,9 @@ from aionn.hal.model import PooledModel
 from aionn.hal.types import DeviceType, Result
 from aionn.remote.device import RemoteBuffer
 from aionn.runtime.executing.arguments import Outputs
-from aionn.runtime.executing.control import fixed_route
+from aionn.runtime.executing.control import execution_of, fixed_route
 from aionn.runtime.executing.device_memory import DeviceMemory
 from aionn.runtime.executing.execution import Call, Executor
-from aionn.runtime.executing.values import execution_of
 from aionn.runtime.preparing.kept_model import KeptModel
 from aionn.runtime.preparing.partition import Partition
 from aionn.runtime.preparing.preparation import Found, prepare

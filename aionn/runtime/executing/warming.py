@@ -21,10 +21,9 @@ from aionn.hal.model import PooledModel
 from aionn.hal.options import CallOptions
 from aionn.hal.types import Operand
 from aionn.runtime.executing.arguments import Arguments, check_mapping
-from aionn.runtime.executing.control import control_route
+from aionn.runtime.executing.control import control_route, execution_of
 from aionn.runtime.executing.execution import Call, Executor
 from aionn.runtime.executing.frames import Frames
-from aionn.runtime.executing.values import execution_of
 from aionn.runtime.preparing.kept_model import KeptModel
 from aionn.tasks import checked_count, ungrouped
 

@@ -6,6 +6,5 @@ serving         `Serving` and `Use`: one prepared model with its users, and how 
                 `CompiledModel`: the prepared model of the moment, and the swap, a two-phase commit over members behind a gate
 planned_model   `PlannedModel`: the steps of a plan, prepared on several devices, as one prepared model
 planned_execution  `PlannedExecution`: one execution of a plan, as one request per step
-boundaries      where the tensors between the steps lie, behind the arguments in the frame of an execution
-wiring          `Wiring`: which tensors of a plan come from the app, go to the app, or go from one step to another
+boundaries      `Wiring`: which tensors of a plan go where; and where those between the steps lie, in the frame of an execution
 """

@@ -39,8 +39,7 @@ from aionn.hal.types import (
 from aionn.memory.region import Region
 from aionn.memory.requests import Extent, check_homes, check_request
 from aionn.remote.device import RemoteBuffer, RemotePreparedModel
-from aionn.runtime.serving.boundaries import BoundaryLayouts, KnownShapes
-from aionn.runtime.serving.wiring import Wiring
+from aionn.runtime.serving.boundaries import BoundaryLayouts, KnownShapes, Wiring
 from aionn.tasks import seconds_until
 
 Pool = IMemory | RemoteBuffer

@@ -12,9 +12,8 @@ from aionn.hal.model import PooledModel
 from aionn.hal.options import CallOptions
 from aionn.hal.types import Request
 from aionn.remote.device import RemoteDevice, RemotePreparedModel, StepRole
-from aionn.runtime.serving.boundaries import BoundaryLayouts, KnownShapes
+from aionn.runtime.serving.boundaries import BoundaryLayouts, KnownShapes, PlannedStep, Wiring
 from aionn.runtime.serving.planned_execution import PlannedExecution, Pool
-from aionn.runtime.serving.wiring import PlannedStep, Wiring
 
 __all__ = ["PlannedDevice", "PlannedModel", "PlannedStep", "Prepared"]
 

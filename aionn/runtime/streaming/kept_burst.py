@@ -32,10 +32,9 @@ from aionn.burst.packets import PacketError
 from aionn.errors import CallerError
 from aionn.hal.options import CallOptions
 from aionn.runtime.executing.arguments import Outputs, check_mapping
-from aionn.runtime.executing.control import control_route
+from aionn.runtime.executing.control import control_route, execution_of
 from aionn.runtime.executing.execution import Call, Executor
 from aionn.runtime.executing.link import CLOSE_S
-from aionn.runtime.executing.values import execution_of
 from aionn.runtime.streaming.burst import Burst
 from aionn.runtime.streaming.connection import BurstConnection, Connections
 from aionn.tasks import bounded_shield, deadline_of, ending_by, time_left

@@ -20,9 +20,8 @@ from aionn import trace
 from aionn.errors import CallerError
 from aionn.hal.types import Operand
 from aionn.runtime.executing.arguments import as_array, check_mapping
-from aionn.runtime.executing.device_buffers import BufferPair
+from aionn.runtime.executing.device_buffers import BufferPair, DeviceRoles, ModelRoles
 from aionn.runtime.executing.device_memory import DeviceMemory, allocate, state_of
-from aionn.runtime.executing.device_roles import DeviceRoles, ModelRoles
 from aionn.runtime.preparing.kept_model import KeptModel
 
 logger = logging.getLogger("aionn.runtime")

@@ -1,6 +1,10 @@
-"""Collectors for prometheus_client: of this process, and of all processes of this user.
+"""Metrics of runtimes for Prometheus. They need the extra `aionn[metrics]`, which is prometheus_client.
 
-`families` brings sums of statistics pages into the form of prometheus_client.
+    Collector   of the runtimes of this process: `prometheus_client.REGISTRY.register(aionn.metrics.Collector())`
+    AllRuntimes of all runtimes of this user, whatever their processes: what `aionn metrics` serves
+
+A scrape reads memory. It calls nothing in an event loop and sends nothing to a driver, so any thread may do it. `families` brings sums of
+statistics pages into the form of prometheus_client. docs/reference/metrics.md lists the metrics.
 """
 
 from __future__ import annotations
@@ -11,11 +15,14 @@ import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, InfoMetricFamily
-from prometheus_client.metrics_core import Metric
-from prometheus_client.registry import Collector as _Collector
-from prometheus_client.samples import Sample
-from prometheus_client.utils import floatToGoString
+try:
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, InfoMetricFamily
+    from prometheus_client.metrics_core import Metric
+    from prometheus_client.registry import Collector as _Collector
+    from prometheus_client.samples import Sample
+    from prometheus_client.utils import floatToGoString
+except ImportError as error:
+    raise ImportError("aionn.metrics needs prometheus_client; install it with: pip install 'aionn[metrics]'") from error
 
 from aionn.caching.outcomes import MissReason
 from aionn.errors import CallerError
