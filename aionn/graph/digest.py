@@ -23,7 +23,7 @@ import errno
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -65,7 +65,7 @@ class Digested(msgspec.Struct, frozen=True):
     Attributes:
         survey: where the spans lie.
         kept: digest of each range that is kept of the file.
-        digests: of every span, and of every tensor outside that can be had.
+        digests: of every range of the file, and of every tensor outside that can be had.
     """
 
     token: bytes
@@ -91,11 +91,12 @@ def not_a_model(where: str, error: Exception) -> CallerError:
     return CallerError(f"{where}: this is not an ONNX model, or not a whole one ({error}); give a serialized onnx.ModelProto")
 
 
-def digest_model(content: Content, beside: Beside, found: Survey | None = None) -> Digested:
+def digest_model(content: Content, beside: Beside, found: Survey | None = None, known: Iterable[tuple[Place, bytes]] = ()) -> Digested:
     """Digest a model. Blocks as long as it takes to read all its bytes.
 
     Args:
         found: what `surveyed` has returned for `content`, if that is known.
+        known: digests of spans, which are not read again.
 
     Raises:
         CallerError: the bytes cannot be a model, or a file cannot be read to its end.
@@ -104,17 +105,17 @@ def digest_model(content: Content, beside: Beside, found: Survey | None = None) 
     with span("graph.digest", bytes=found.size):
         kept = found.kept
         turns = [place for pair in zip(kept, found.spans, strict=False) for place in pair] + kept[-1:]
-        own = content.digests(turns)
+        own: list[Place] = [(None, start, end - start) for start, end in turns]
+        digests = dict(known)
+        unread = [(place, turn) for place, turn in zip(own, turns, strict=True) if place not in digests]
+        digests.update(zip((place for place, _ in unread), content.digests([turn for _, turn in unread]), strict=True))
         records = bytearray()
-        digests: dict[Place, bytes] = {}
-        for index, ((start, end), digest) in enumerate(zip(turns, own, strict=True)):
-            records += _record(b"ks"[index % 2 : index % 2 + 1], end - start, digest)
-            if index % 2:
-                digests[None, start, end - start] = digest
-        for place in _digest_outside(beside, found, digests):
-            records += _record(b"a", 0, bytes(32)) if place is None else _record(b"o", place[2], digests[place])
+        for index, place in enumerate(own):
+            records += _record(b"ks"[index % 2 : index % 2 + 1], place[2], digests[place])
+        for outside in _digest_outside(beside, found, digests):
+            records += _record(b"a", 0, bytes(32)) if outside is None else _record(b"o", outside[2], digests[outside])
         token = blake3.blake3(records, derive_key_context=_TOKEN_CONTEXT).digest()
-        return Digested(token, found, tuple(own[::2]), digests)
+        return Digested(token, found, tuple(digests[place] for place in own[::2]), digests)
 
 
 def _record(kind: bytes, length: int, digest: bytes) -> bytes:

@@ -104,18 +104,18 @@ def read_onnx(
     """
     content, directories = _content(source)
     beside = Beside(content.where, directories, homes)
-    return read_content(content, beside, digest_model(content, beside), allocate, attach)
+    return read_content(content, beside, None, allocate, attach, lazy=False)
 
 
 def read_content(
-    content: Content, beside: Beside, digested: Digested | None, allocate: Callable[[int], IMemory], attach: Attach | None
+    content: Content, beside: Beside, digested: Digested | None, allocate: Callable[[int], IMemory], attach: Attach | None, lazy: bool
 ) -> ReadGraph:
     """Read a model, as `read_onnx`.
 
-    The constants of an `OpenFile` stay in it, at any offset, and so do those of the files beside it.
-
     Args:
         digested: of this model, if its token is known. What is read is compared with it.
+        lazy: the constants of an `OpenFile` stay in it, at any offset, and so do those of the files beside it. Otherwise the model is
+            digested, too, as it was copied.
 
     Raises: as `read_onnx`, and
         CallerError: the model is another than the one that was digested.
@@ -127,12 +127,14 @@ def read_content(
         if digested is not None and kept_digests != digested.kept:
             raise changed(content.where)
         try:
-            read = _read(_Payloads(content, found, excise(found, kept), beside, digested), kept_digests, allocate, attach)
+            read = _read(_Payloads(content, found, excise(found, kept), beside, digested, lazy), kept_digests, allocate, attach)
         except UnicodeDecodeError as error:  # protobuf looks at a string only when it is used
             raise CallerError(f"{content.where}: this is not an ONNX model: it has a name that is not UTF-8 ({error.reason})") from error
-        if digested is not None and not read.is_of(digested):
-            raise changed(content.where)
-        return read
+    if not lazy:
+        digested = digest_model(content, beside, found, read.copied.items())
+    if digested is not None and not read.is_of(digested):
+        raise changed(content.where)
+    return replace(read, digested=digested)
 
 
 def _read(payloads: _Payloads, kept: tuple[bytes, ...], allocate: Callable[[int], IMemory], attach: Attach | None) -> ReadGraph:
@@ -146,9 +148,9 @@ def _read(payloads: _Payloads, kept: tuple[bytes, ...], allocate: Callable[[int]
     inputs, outputs = _borders(model, defaults)
     constants, pools = _place(taken, allocate, attach)
     changeable = [
-        (made.name, constant.fill.place)
+        (made.name, fill.place)
         for constant, made in zip(taken, constants, strict=True)
-        if isinstance(constant.fill, _InFile | _InMemory) and may_change(pools[made.location.pool_index])
+        if (fill := _found(constant, attach)) is not None and may_change(pools[made.location.pool_index])
     ]
     graph = model.SerializeToString(deterministic=True)
     operations = tuple(Operation(node.name, node.op_type, node.domain) for node in model.graph.node)
@@ -202,11 +204,11 @@ def _place(
 
 
 def _found(constant: Taken, attach: Attach | None) -> _InFile | _InMemory | None:
-    """Where a constant may stay. One that an engine reads in place stays only where its elements can be read whole."""
+    """Where a constant may stay. One that an engine reads in place stays only beside the model, where its elements can be read whole."""
     place, element_bytes = constant.fill, constant.operand.type.element_bytes
     if isinstance(place, _InMemory) and (place.home.offset + place.offset) % element_bytes == 0:
         return place
-    if isinstance(place, _InFile) and attach is not None and (place.anywhere or place.offset % element_bytes == 0):
+    if isinstance(place, _InFile) and attach is not None and (place.anywhere or (place.place[0] and place.offset % element_bytes == 0)):
         return place
     return None
 
@@ -236,8 +238,7 @@ def _content(source: str | os.PathLike[str] | bytes) -> tuple[Content, tuple[Pat
         return content, ()
     if not isinstance(source, str | os.PathLike):
         raise CallerError(f"model of type {type(source).__name__}: give the path of an ONNX file (.onnx), or its contents as bytes")
-    file, directories = open_model(source)
-    return GivenBytes(memoryview(file.read(0, file.size)), file.where), directories
+    return open_model(source)
 
 
 def _parse(excision: Excision, where: str) -> ModelProto:
@@ -304,8 +305,8 @@ class _InGiven(msgspec.Struct, frozen=True):
 class _Payloads:
     """The bytes of tensors that do not carry them: left out of the message, or in files beside the model."""
 
-    def __init__(self, content: Content, survey: Survey, excision: Excision, beside: Beside, digested: Digested | None) -> None:
-        self.content, self.survey, self.excision, self.digested = content, survey, excision, digested
+    def __init__(self, content: Content, survey: Survey, excision: Excision, beside: Beside, digested: Digested | None, lazy: bool) -> None:
+        self.content, self.survey, self.excision, self.digested, self.lazy = content, survey, excision, digested, lazy
         self.copied: dict[Place, bytes] = {}
         self._beside = beside
 
@@ -320,7 +321,7 @@ class _Payloads:
         if isinstance(self.content, GivenBytes):
             return end - start, _InGiven(self.content.view[start:end], (None, start, end - start))
         assert isinstance(self.content, OpenFile)  # the other kind of content
-        return end - start, _InFile(self.content, (None, start, end - start), True, self.copied)
+        return end - start, _InFile(self.content, (None, start, end - start), self.lazy, self.copied)
 
     def _outside(self, tensor: TensorProto, name: str, entries: dict[str | bytes, str | bytes]) -> Payload:
         holder, offset, length = self._beside.place(entries, tensor.dims, tensor.data_type, name)
@@ -330,4 +331,4 @@ class _Payloads:
             raise CallerError(f"{self.content.where}: {name} could not be digested, but now it is there; load the model again")
         if isinstance(holder, Home):
             return length, _InMemory(holder, place, self.copied)
-        return length, _InFile(holder, place, isinstance(self.content, OpenFile), self.copied)
+        return length, _InFile(holder, place, self.lazy, self.copied)

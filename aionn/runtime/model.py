@@ -124,6 +124,7 @@ class Model(hal_model.PooledModel):
         except ExecutionError as error:
             raise CallerError(f"the model's weights cannot be read: {error}. Put the whole file back") from error
         frozen.freeze()
+        assert read.digested is not None
         model = cls(
             graph=read.graph,
             inputs=read.inputs,
@@ -132,11 +133,9 @@ class Model(hal_model.PooledModel):
             constants=read.constants,
             pools=read.pools,
             token=read.token,
-            _contents=read.contents(read.digested) if read.digested is not None else b"",
+            _contents=read.contents(read.digested),
         )
-        if read.digested is not None:
-            _set(model, _digests=read.digests(read.digested))
-        _set(model, _carried=carried_by(source, read.survey, read.placed, homes))
+        _set(model, _digests=read.digests(read.digested), _carried=carried_by(source, read.survey, read.placed, homes))
         if isinstance(source, str | os.PathLike):
             _set(model, name=Path(source).name)
         return model
@@ -342,7 +341,7 @@ class _Files:
             from aionn.graph.reading import read_content  # brings `onnx`, which a cache hit does without
 
             frozen = _Frozen()
-            read = read_content(self._file, self._beside, self._digested, frozen.allocate, FileMemory)
+            read = read_content(self._file, self._beside, self._digested, frozen.allocate, FileMemory, lazy=True)
             frozen.freeze()
             check_files(self._file, self._beside)
             whole = hal_model.PooledModel(
