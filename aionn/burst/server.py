@@ -25,10 +25,9 @@ import logging
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import partial
-
-import anyio
+from typing import Any
 
 from aionn import trace
 from aionn.burst.executors import (
@@ -85,8 +84,8 @@ class ExecutionBurstServer:
         self._working = asyncio.Lock()
         self._quiet = asyncio.Event()  # no lane runs a request of this burst
         self._wanted = 0  # how many tasks want `_working`: the burst is not lent meanwhile
-        self._scope: anyio.CancelScope | None = None  # of `serve`
-        self._ended = anyio.Event()
+        self._task: asyncio.Task[Any] | None = None  # of `serve`, until `aclose` cancels it
+        self._ended = asyncio.Event()
         self._answered = 0  # by the listener
         self._taken: deque[bytes] = deque()  # packets that the listener has read and not answered
         self._needed = 0  # datums of the answer that waits for room, or 0
@@ -142,10 +141,12 @@ class ExecutionBurstServer:
 
     async def serve(self) -> None:
         """Answer requests until the client closes the queues, dies, or `aclose` is called."""
-        self._scope = anyio.CancelScope()
+        self._task = asyncio.current_task()
         try:
-            with self._scope:
-                await self._listen()
+            await self._listen()
+        except asyncio.CancelledError:
+            if self._task is not None:
+                raise
         except AionnError as error:
             # The queues are closed or broken. That ends this burst and nothing else.
             trace.count("burst.server_ended", reason=str(error))
@@ -165,15 +166,17 @@ class ExecutionBurstServer:
 
     async def aclose(self) -> None:
         """End the listener. A run in flight is waited for at most `CLOSE_S`. Everything else is freed when this returns."""
-        if self._scope is None:
+        if self._task is None:
             self._release()
             return
         try:
-            with anyio.move_on_after(CLOSE_S):
-                async with self._owned():
-                    self._scope.cancel()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(CLOSE_S), self._owned():
+                    pass
         finally:
-            self._scope.cancel()
+            task, self._task = self._task, None
+            if task is not None and not self._ended.is_set():
+                task.cancel()
         await self._ended.wait()
 
     async def free_memory(self, slot: int) -> None:

@@ -8,6 +8,7 @@ engine first uses it. An engine that keeps nothing there costs its driver neithe
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import threading
@@ -16,10 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, TypeVar
 
-import anyio
-import anyio.to_thread
 import msgspec
-from anyio.abc import TaskGroup
 
 from aionn import trace
 from aionn.burst import ExecutionBurstServer
@@ -43,7 +41,7 @@ from aionn.hal.values import from_messages
 from aionn.memory.device_buffers import DeviceBuffers
 from aionn.memory.region import give_back, reserve
 from aionn.pages.page import DriverPage, Slot, private_slot
-from aionn.tasks import seconds_until
+from aionn.tasks import Tasks, seconds_until
 
 if TYPE_CHECKING:
     from aionn.caching.blob_cache import BlobCache
@@ -76,7 +74,7 @@ class EngineDevice:
     def __init__(
         self,
         engine: Engine,
-        tasks: TaskGroup,
+        tasks: Tasks,
         state_directory: str | os.PathLike[str] | RecordsFolder | None = None,
         page: DriverPage | None = None,
         known_as: str = "",
@@ -275,14 +273,13 @@ class EngineDevice:
             return self._shown(call, loading)
 
         try:
-            if deadline_ns is None:
+            # `limit` knows whether the deadline ended the call. A clock does not know, because a loop's timers may be a millisecond early.
+            async with asyncio.timeout(seconds_until(deadline_ns)) as limit:
                 return await self._threads.run(work)
-            # The scope knows whether the deadline ended it. A clock does not know, because a loop's timers may be a millisecond early.
-            with anyio.move_on_after(seconds_until(deadline_ns)):
-                return await self._threads.run(work)
-            raise DeadlineError(f"device {self.name!r} had not prepared the model by the deadline", transient=True)
-        except BaseException:
+        except BaseException as error:
             flag.set()
+            if isinstance(error, TimeoutError) and limit.expired():  # else it is the engine's
+                raise DeadlineError(f"device {self.name!r} had not prepared the model by the deadline", transient=True) from None
             raise
 
     def close(self) -> None:

@@ -31,9 +31,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
-import anyio
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
@@ -135,8 +135,9 @@ class Lanes:
         if self._closed is None and self._threads:
             self._closed = Job(_nothing, ended)
             self._native.stop()
-            with anyio.move_on_after(CLOSE_S):
-                await ended.wait()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(CLOSE_S):
+                    await ended.wait()
 
     def _serve(self, lane: Lane) -> None:
         try:

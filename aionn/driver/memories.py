@@ -10,8 +10,6 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Protocol
 
-import anyio
-import anyio.to_thread
 import numpy as np
 
 from aionn.burst.packets import PoolReference
@@ -25,6 +23,7 @@ from aionn.memory.device_buffers import DeviceBuffers
 from aionn.memory.memory import Memory
 from aionn.memory.region import Region
 from aionn.memory.requests import Extent
+from aionn.tasks import run_in_thread
 
 
 class EngineBuffer:
@@ -86,7 +85,7 @@ async def _copied(copy: Callable[[], None]) -> None:
             return again(error)
         return None
 
-    failed = await anyio.to_thread.run_sync(attempt)
+    failed = await run_in_thread(attempt)
     if failed is not None:
         try:
             raise failed

@@ -21,13 +21,11 @@ import gc
 import logging
 import resource
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Any
 
-import anyio
-import anyio.to_thread
-from anyio.abc import TaskGroup
+import uvloop
 
 import aionn.pages.trace_records  # noqa: F401  # now, while descriptors are free
 from aionn import trace
@@ -41,6 +39,7 @@ from aionn.memory.limits import NO_DESCRIPTOR_LEFT, allocation_error
 from aionn.pages.layout import PAGE_BYTES
 from aionn.pages.page import BEAT_S, DriverPage
 from aionn.remote.control import STACKS_SIGNAL, Refused, encode, failure_of
+from aionn.tasks import Tasks, in_thread
 
 CLEAN_UP_S = 2.0
 """How long a driver may take to free what its client left. Then it ends anyway."""
@@ -77,14 +76,12 @@ async def serve(begun: Begun) -> None:
         if begun.refusal:
             raise DeviceUnavailableError(name, begun.refusal)
         page = _page(name)
-        made = await anyio.to_thread.run_sync(find, name, begun.home)
+        made = await in_thread(find, name, begun.home)
     except Exception as error:  # the app gets every reason that keeps the engine from loading
         refusal = error if isinstance(error, AionnError) else DeviceUnavailableError(name, f"device {name!r} cannot start: {_why(error)}")
         sock.setblocking(True)
-        try:
+        with suppress(ConnectionError):  # the app has gone meanwhile
             sock.sendall(encode(Refused(failure_of(refusal)))[0])
-        except ConnectionError:
-            return  # the app has gone meanwhile
         return
     if not faulthandler.is_enabled():
         faulthandler.enable(2, all_threads=False)
@@ -96,30 +93,39 @@ async def serve(begun: Begun) -> None:
         await _serve_one(made, begun, page)
 
 
+class _Tasks(asyncio.TaskGroup):
+    """The tasks of this process. One that raises ends them all, and the process."""
+
+    def start_soon(self, work: Callable[..., Coroutine[Any, Any, Any]], /, *args: Any, name: str | None = None) -> None:
+        self.create_task(work(*args), name=name)
+
+
 async def _serve_one(made: Any, begun: Begun, page: DriverPage) -> None:
-    async with anyio.create_task_group() as tasks:
+    async with _Tasks() as tasks:
         if is_device(made):
             async with entered(made) as device:
                 await _serve_until_gone(device, begun, tasks, page)
         else:
             await _serve_until_gone(EngineDevice(made, tasks, begun.records, page, begun.name), begun, tasks, page)
-        tasks.cancel_scope.cancel()
+        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+            task.cancel()
 
 
-async def _serve_until_gone(device: IDevice, begun: Begun, tasks: TaskGroup, page: DriverPage) -> None:
+async def _serve_until_gone(device: IDevice, begun: Begun, tasks: Tasks, page: DriverPage) -> None:
     service = DeviceService(device, begun.sock, tasks, page.fd, begun.confinement)
     await service.start()
     lines = LogLines(service.log)
     logging.getLogger("aionn").addHandler(lines)
     await service.ended.wait()
     logging.getLogger("aionn").removeHandler(lines)
-    with anyio.move_on_after(CLEAN_UP_S, shield=True):
-        await service.aclose()
+    with suppress(TimeoutError):
+        async with asyncio.timeout(CLEAN_UP_S):
+            await service.aclose()
 
 
 def main(begun: Begun) -> int:
     """Serve the socket that the parent left open, in a process that `beginning.begin` has prepared. Returns the exit code."""
-    anyio.run(serve, begun, backend_options={"use_uvloop": True})  # callbacks of the loop use anyio, and it notes where sniffio finds it
+    uvloop.run(serve(begun))
     return 0
 
 

@@ -6,15 +6,14 @@ Every call runs in a separate task. Each object that the client made (a prepared
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol, TypeVar
-
-import anyio
-from anyio.abc import TaskGroup
 
 from aionn.burst.executors import result_of
 from aionn.driver.received import Received
@@ -54,6 +53,7 @@ from aionn.remote.connection import Connection, Descriptors
 from aionn.remote.control import PROTOCOL, ControlError, Ready
 from aionn.remote.fences import Waits, check_fence, dependency_failed, execute_fenced_by, refusal, signal_outcome, since_launch
 from aionn.sandbox.report import Confinement
+from aionn.tasks import Tasks
 
 T = TypeVar("T")
 logger = logging.getLogger("aionn.driver")
@@ -83,7 +83,7 @@ class DeviceService:
         self,
         device: IDevice,
         sock: socket.socket,
-        tasks: TaskGroup,
+        tasks: Tasks,
         page_fd: int | None = None,
         confinement: Confinement = Confinement(),  # noqa: B008 -- frozen
     ) -> None:
@@ -96,9 +96,9 @@ class DeviceService:
         self._buffers: dict[int, IBuffer] = {}
         self._waits: dict[int, Waits] = {}  # by prepared model
         self._last_number = 0
-        self._running: dict[int, anyio.CancelScope] = {}
-        self.ended = anyio.Event()
-        self._connection = Connection(sock, self._call, self._end, on_cancel=self._cancel)
+        self._cancellable: dict[int, asyncio.Task[Any] | None] = {}  # by call, while it may be stopped
+        self.ended = asyncio.Event()
+        self._connection = Connection(sock, self._call, self._end, on_cancel=self._cancel_soon)
 
     async def start(self) -> None:
         """Greet the client, which may call from now on."""
@@ -134,23 +134,22 @@ class DeviceService:
             table.clear()
 
     def _call(self, call_id: int, body: HalCall[Any], descriptors: Descriptors) -> None:
-        # The scope is known before its task has begun, because the cancellation may be in the same read.
-        scope = self._running[call_id] = anyio.CancelScope()
-        self._tasks.start_soon(self._serve, call_id, scope, body, descriptors, name=type(body).__name__)
+        self._tasks.start_soon(self._serve, call_id, body, descriptors, name=type(body).__name__)
+
+    def _cancel_soon(self, call_id: int) -> None:
+        # The call may be in the same read. Its task begins before the loop comes to `_cancel`.
+        asyncio.get_running_loop().call_soon(self._cancel, call_id)
 
     def _cancel(self, call_id: int) -> None:
-        scope = self._running.get(call_id)
-        if scope is not None:
-            scope.cancel()
+        if (task := self._cancellable.get(call_id)) is not None:
+            task.cancel()
 
-    async def _serve(self, call_id: int, scope: anyio.CancelScope, body: HalCall[Any], descriptors: Descriptors) -> None:
+    async def _serve(self, call_id: int, body: HalCall[Any], descriptors: Descriptors) -> None:
         try:
             # Only calls that may take minutes are stopped. The pools of an execution must stay the driver's until it is done with them.
             if isinstance(body, GetSupportedOperations | PrepareModel | PrepareModelFromCache | Adopt):
-                with scope:
+                with _cancelled_as_error(self._cancellable, call_id, "the preparation was cancelled by its caller"):
                     await self._reply(call_id, body, descriptors)
-                if scope.cancelled_caught:
-                    self._connection.reply_failure(call_id, CallerError("the preparation was cancelled by its caller"))
             elif isinstance(body, ExecuteValues):
                 await self._execute_values(call_id, body, descriptors)
             else:
@@ -159,7 +158,6 @@ class DeviceService:
             descriptors.close()
             self._connection.reply_failure(call_id, error)
         finally:
-            self._running.pop(call_id, None)
             descriptors.close()
 
     async def _reply(self, call_id: int, body: HalCall[Any], descriptors: Descriptors) -> None:
@@ -275,7 +273,9 @@ class DeviceService:
             prepared = self._model(body.prepared)
             pools = self._pools(prepared, body, received)
             after = [Dependency(each.fd, each.is_event) for each in body.after]
-            failed = await self._wait(call_id, body, after)
+            # A run that has begun is not cancelled.
+            with _cancelled_as_error(self._cancellable, call_id, "the execution was cancelled by its caller before it began"):
+                failed = await self._waits.setdefault(body.prepared, Waits()).done(after, body.deadline_ns)
             self._model(body.prepared)  # it may have been released meanwhile
             if failed is not None:
                 given = dependency_failed(failed)
@@ -287,17 +287,6 @@ class DeviceService:
         run = getattr(prepared, "execute_fenced", None) or partial(execute_fenced_by, prepared)  # a device may be older than fences
         found = await run(body.request, pools, (), fence, body.measure_timing, body.deadline_ns)
         return FencedResult(found.result, None, since_launch(found.result, time.monotonic_ns() - began_ns))
-
-    async def _wait(self, call_id: int, body: ExecuteFenced, after: Sequence[Dependency]) -> int | None:
-        """Wait for the dependencies of an execution. From its return on the call cannot be cancelled."""
-        scope = self._running[call_id]
-        failed = None
-        with scope:
-            failed = await self._waits.setdefault(body.prepared, Waits()).done(after, body.deadline_ns)
-        del self._running[call_id]
-        if scope.cancel_called:
-            raise CallerError("the execution was cancelled by its caller before it began")
-        return failed
 
     def _end_waits(self, prepared: int) -> None:
         """End the executions that wait for their dependencies, because their prepared model is released."""
@@ -332,6 +321,18 @@ class DeviceService:
         callback = BurstCallback(self._connection, number)
         self._bursts[number] = await prepared.configure_execution_burst(callback, *channels, body.anticipate)
         return number
+
+
+@contextmanager
+def _cancelled_as_error(cancellable: dict[int, asyncio.Task[Any] | None], call_id: int, why: str) -> Iterator[None]:
+    """Let the client cancel the body of its call, which then raises `CallerError(why)`."""
+    cancellable[call_id] = asyncio.current_task()
+    try:
+        yield
+    except asyncio.CancelledError:
+        raise CallerError(why) from None
+    finally:
+        del cancellable[call_id]
 
 
 async def _close(table: dict[int, C], number: int) -> None:

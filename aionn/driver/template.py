@@ -41,9 +41,6 @@ from aionn.remote.orders import (
 )
 from aionn.sandbox.confining import SandboxError, threads_here
 
-_IMPORTED_LATER = ("uvloop", "anyio._backends._asyncio", "tomllib", "aionn.driver._valve")
-"""What each driver imports when it runs."""
-
 _ONE_THREAD = ("onnxruntime", "reference")
 """Engines whose import starts no thread."""
 
@@ -82,10 +79,11 @@ def _import_needed(device: str) -> str:
         os.environ.pop(name)
         if before is not None:
             os.environ[name] = before
+    import tomllib  # noqa: F401
+
+    import aionn.driver._valve
     import aionn.driver.process  # noqa: F401
 
-    for later in _IMPORTED_LATER:
-        import_module(later)
     name, _, home = device.rpartition("=")
     if name in _ONE_THREAD and home == BUILT_IN[name]:
         from aionn.driver.registry import find

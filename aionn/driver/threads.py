@@ -1,8 +1,6 @@
 """Threads for compiling and loading in a driver, side by side. `lanes` has the threads for executions.
 
-anyio's worker threads do not fit. A job there passes the loop three times before it begins and once when it is done. That takes
-0.2 ms, which is too long for a verified hit of a small model. The end of the process also waits for those threads, and an engine may
-never return.
+The threads of `aionn.tasks` do not fit, because the end of a loop or of a process waits for them, and an engine may never return.
 
 All threads here are daemons. Use this module from the loop only: jobs are submitted there, and their answers come there.
 """
@@ -16,8 +14,6 @@ import queue
 import threading
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
-
-import anyio
 
 from aionn.tasks import Answer
 
@@ -110,7 +106,7 @@ class Threads:
 
     def __init__(self, name: str, at_once: int) -> None:
         self._name, self._at_once = name, at_once
-        self._turns = anyio.Semaphore(at_once, fast_acquire=True)
+        self._turns = asyncio.Semaphore(at_once)
         self._idle: list[SerialThread] = []
         self._busy: set[SerialThread] = set()
         self._closed = False

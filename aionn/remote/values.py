@@ -25,7 +25,6 @@ from itertools import islice
 from math import prod
 from typing import Any, TypeVar
 
-import anyio.to_thread
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
@@ -36,6 +35,7 @@ from aionn.hal.values import ValueKind, ValuesResult, ValueType, joined_texts, s
 from aionn.memory.region import MappingError, Region
 from aionn.remote.calls import ExecutedValues, ExecuteValues, Fd, LentMemory, Values
 from aionn.remote.connection import Connection, Descriptors
+from aionn.tasks import run_in_thread
 
 MAX_TREE_BYTES = 128 * 2**20
 MAX_TENSORS = 2**20
@@ -329,7 +329,7 @@ _MANY = 2000
 
 async def aside(large: bool, work: Callable[[], T]) -> T:
     """Do what takes time in proportion to its size: at once, or in a thread if that is large."""
-    return await anyio.to_thread.run_sync(work) if large else work()
+    return await run_in_thread(work) if large else work()
 
 
 async def encoded_values(operands: Mapping[str, Operand], values: Mapping[str, Any], what: str) -> Encoded:
