@@ -35,7 +35,7 @@ MESSAGE_BYTES = 16 * 64
 """An error's text is cut to this many bytes of UTF-8."""
 
 QUEUE_CAPACITY = 1024
-"""Datums per queue, as NNAPI's bursts have: about a hundred requests of a small model."""
+"""As NNAPI's bursts have. Queues have more datums only where two requests need them."""
 
 _WIDEST = 16
 """An argument whose rank is not known counts with so many dimensions when a queue is sized."""
@@ -92,12 +92,18 @@ class ResultPacket(msgspec.Struct, frozen=True):
     service_ns: int = 0
 
 
-def enough_datums(operands: Iterable[Operand]) -> int:
-    """Return the capacity of queues that hold two requests at least, whatever the number of arguments. `operands`: all of the model's."""
+def enough_datums(operands: Iterable[Operand], depth: int) -> int:
+    """Return the capacity of the queues of a burst.
+
+    They hold `depth` requests, up to `QUEUE_CAPACITY`, and two requests or an error with its text in any case.
+
+    Args:
+        operands: all inputs and outputs of the model.
+    """
     request = 4
     for operand in operands:
         request += 2 + (_WIDEST if operand.dimensions is None else len(operand.dimensions))
-    return max(QUEUE_CAPACITY, 2 * request)
+    return max(min(QUEUE_CAPACITY, depth * request), 2 * request, request + MESSAGE_BYTES // 16)
 
 
 def identity_datum(identity: int, deadline_ns: int | None) -> bytes:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from aionn.burst.packets import (
     DATUM_BYTES,
     MESSAGE_BYTES,
+    QUEUE_CAPACITY,
     PacketError,
     PoolReference,
     RequestPacket,
@@ -19,11 +20,25 @@ from aionn.burst.packets import (
     decode_request,
     decode_result,
     encode_request,
+    encode_request_body,
     encode_result,
+    encode_result_body,
+    enough_datums,
     split_requests,
     split_results,
 )
-from aionn.hal.types import NO_TIMING, DataLocation, ErrorStatus, OutputShape, Request, RequestArgument, Result, Timing
+from aionn.hal.types import (
+    NO_TIMING,
+    DataLocation,
+    ErrorStatus,
+    Operand,
+    OperandType,
+    OutputShape,
+    Request,
+    RequestArgument,
+    Result,
+    Timing,
+)
 
 u32 = st.integers(0, 2**32 - 1)
 u64 = st.integers(0, 2**64 - 1)
@@ -216,3 +231,16 @@ def test_random_bytes_never_crash_the_decoders(data: bytes) -> None:
             decode(data)
         except PacketError:
             continue
+
+
+@pytest.mark.parametrize(("depth", "inputs"), [(1, 1), (8, 1), (64, 3), (1, 600)])
+def test_queues_hold_the_requests_of_their_depth_and_the_longest_text(depth: int, inputs: int) -> None:
+    operand = Operand(OperandType.FLOAT32, (1, 2, 3))
+    argument = RequestArgument(DataLocation(0, 0, 24), (1, 2, 3))
+    capacity = enough_datums([operand] * (inputs + 1), depth)
+    request = Request((argument,) * inputs, (argument,))
+    bytes_of_one = len(encode_request_body(request, (PoolReference(1),), True, framed=True)) + DATUM_BYTES
+    answer = Result(ErrorStatus.GENERAL_FAILURE, (OutputShape((1, 2, 3), True),), message="x" * 5000)
+    text_bytes = len(encode_result_body(answer, framed=True)) + DATUM_BYTES
+    assert capacity * DATUM_BYTES >= max(2 * bytes_of_one, text_bytes)
+    assert capacity * DATUM_BYTES >= min(QUEUE_CAPACITY * DATUM_BYTES, depth * bytes_of_one)

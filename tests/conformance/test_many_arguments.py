@@ -69,7 +69,7 @@ async def test_a_queue_that_is_too_small_for_one_request_is_named_in_one_sentenc
     async with aionn.Runtime() as runtime:
         compilation = await runtime.compile(model, devices=("onnxruntime",))
         with monkeypatch.context() as patch:
-            patch.setattr(link, "enough_datums", lambda operands: 1024)
+            patch.setattr(link, "enough_datums", lambda operands, depth: 1024)
             async with compilation.burst() as burst:
                 with pytest.raises(CallerError, match=r"has 9004 datums, but the burst's queue holds 1024; .*make the queues larger"):
                     await burst.compute(INPUTS)

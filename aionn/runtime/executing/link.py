@@ -297,7 +297,7 @@ async def _close_context(context: RemoteBurstContext) -> None:
 
 async def _part(prepared: RemotePreparedModel, frames: Frames, options: LinkOptions, counts: BurstSlot) -> DriverQueues:
     """Connect to the driver of a prepared model, with queues that suit it."""
-    capacity = enough_datums((*prepared.inputs.values(), *prepared.outputs.values()))
+    capacity = enough_datums((*prepared.inputs.values(), *prepared.outputs.values()), options.depth)
     requests = MessageQueue.create(DATUM_BYTES, capacity)
     try:
         results = MessageQueue.create(DATUM_BYTES, capacity)
