@@ -263,26 +263,32 @@ class DeviceService:
     async def _execute_fenced(self, call_id: int, body: ExecuteFenced, received: Received) -> FencedResult:
         """Execute when the dependencies are done. The memories are checked and mapped before the wait.
 
-        The wait can be cancelled, the run cannot. So the wait is here, and the device gets no dependencies.
+        The wait can be cancelled, the run cannot. So the wait is here, and the device gets no dependencies. A caller that ends the wait
+        has the fence: it signals it, or sends the execution again.
         """
         began_ns = time.monotonic_ns()
         fence = received.fence(body.fence)
         check_fence(fence)
-        given, failed = None, None
+        given, failed, cancelled = None, None, False
         try:
             prepared = self._model(body.prepared)
             pools = self._pools(prepared, body, received)
             after = [Dependency(each.fd, each.is_event) for each in body.after]
             # A run that has begun is not cancelled.
             with _cancelled_as_error(self._cancellable, call_id, "the execution was cancelled by its caller before it began"):
-                failed = await self._waits.setdefault(body.prepared, Waits()).done(after, body.deadline_ns)
+                try:
+                    failed = await self._waits.setdefault(body.prepared, Waits()).done(after, body.deadline_ns)
+                except asyncio.CancelledError:
+                    cancelled = True
+                    raise
             self._model(body.prepared)  # it may have been released meanwhile
             if failed is not None:
                 given = dependency_failed(failed)
         except AionnError as error:
             given = refusal(error)
         if given is not None:
-            signal_outcome(fence, body.request, given)
+            if not cancelled:
+                signal_outcome(fence, body.request, given)
             return FencedResult(given, failed)
         run = getattr(prepared, "execute_fenced", None) or partial(execute_fenced_by, prepared)  # a device may be older than fences
         found = await run(body.request, pools, (), fence, body.measure_timing, body.deadline_ns)

@@ -301,6 +301,17 @@ async def test_a_shape_that_no_declaration_told_runs_again(chains: list[int], mo
     assert len(chains) == 2
 
 
+async def test_what_depends_on_a_plan_that_runs_again_waits_for_the_second_run() -> None:
+    """The first run ends with a step that never begins. Its driver must not tell the dependents that the plan has failed."""
+    nodes = [*ABOVE_ZERO, node("ref_keep", "Compress", ["x", "above"], ["kept"], axis=0), node("ort_neg", "Neg", ["kept"], ["end"])]
+    async with leak_check(), compiled(made(nodes, {"x": [4]}, {"end": ["M"], "kept": [4]}), REF, ORT) as (_, compilation):
+        first = compilation.start({"x": MIXED})
+        second = compilation.start({"x": 2 * MIXED}, after=(first,), timeout_s=20)
+        found = await second
+        assert (found["end"].tolist(), first.result()["end"].tolist()) == ([-2.0, -4.0], [-1.0, -2.0])
+        del found, first, second
+
+
 MIXED = np.array([1, -1, 2, -2], np.float32)
 
 ABOVE_ZERO = (node("ref_zero", "Sub", ["x", "x"], ["zero"]), node("ref_above", "Greater", ["x", "zero"], ["above"]))

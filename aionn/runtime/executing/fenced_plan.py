@@ -8,8 +8,8 @@ A later step may have been sent for a shape that its tensor does not have. The p
 the one before.
 
 Invariants
-    The fence of the last step is the event's. The fences in between belong to the chain. Each is signalled by its driver, or here where
-    its driver will not do it.
+    The fence of the last step is the event's. The fences in between belong to the chain. Each is signalled by its driver, or the waits
+    of all steps behind it are ended.
     `answered` is called once, when every step that was sent has been answered, or its driver has ended.
     After `end` no step is sent, so the fence of the event is not used any more.
 """
@@ -23,7 +23,7 @@ from functools import partial
 from aionn.errors import CallerError
 from aionn.hal.types import Dependency, ErrorStatus, FencedResult, Request, Timing
 from aionn.remote.device import Fenced, Found, RemoteBuffer
-from aionn.remote.fences import as_asked, signal_fence
+from aionn.remote.fences import as_asked
 from aionn.runtime.executing.event import new_fence
 from aionn.runtime.serving.planned_execution import PlannedExecution, sum_of
 
@@ -107,13 +107,17 @@ class FencedPlan:
             stop()
 
     def _settle_step(self, number: int, found: Found) -> None:
-        """Note the answer of a step. Its successor learns of a failure that no driver signals."""
+        """Note the answer of a step. Where no driver signals its fence, the waits of its successors are ended.
+
+        Their drivers leave the event's fence alone then, so that what depends on it waits for a second run.
+        """
         self._found[number] = found
         if not isinstance(found, FencedResult):
             self._outcome = self._outcome or found
             self.end()  # the plan has failed, and a step before may wait for a fence that never comes
-        if number < len(self._fences) and not self._signalled(number, found):
-            signal_fence(self._fences[number], succeeded=False)
+        elif number < len(self._fences) and not self._signalled(number, found):
+            for stop in self._stops[number + 1 :]:
+                stop()
         while self._outcome is None and isinstance(taken := self._found.get(self._taken), FencedResult):
             self._outcome = self._take(taken)
             self._taken += 1
@@ -122,9 +126,9 @@ class FencedPlan:
             self._close()
             self._answered(self._outcome)
 
-    def _signalled(self, number: int, found: Found) -> bool:
+    def _signalled(self, number: int, found: FencedResult) -> bool:
         """Return whether a step's driver has signalled its fence."""
-        if not isinstance(found, FencedResult) or found.result.status is ErrorStatus.OUTPUT_INSUFFICIENT_SIZE:
+        if found.result.status is ErrorStatus.OUTPUT_INSUFFICIENT_SIZE:
             return False
         return found.result.status is not ErrorStatus.NONE or as_asked(self._asked[number], found.result)
 
