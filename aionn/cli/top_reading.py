@@ -55,7 +55,7 @@ class AppReading:
 
     Attributes:
         now_ns: the moment by the clock of the page's times.
-        same_clock: whether this is this process's clock. If not, `now_ns` is the last heartbeat, up to half a second ago.
+        same_clock: whether this is this process's clock. If not, `now_ns` is the last heartbeat, up to a second ago.
         drivers: its driver processes.
     """
 

@@ -37,7 +37,7 @@ from aionn.errors import AionnError, DeviceUnavailableError
 from aionn.hal.interfaces import IDevice
 from aionn.memory.limits import NO_DESCRIPTOR_LEFT, allocation_error
 from aionn.pages.layout import PAGE_BYTES
-from aionn.pages.page import BEAT_S, DriverPage
+from aionn.pages.page import DriverPage, until_beat_s
 from aionn.remote.control import STACKS_SIGNAL, Refused, encode, failure_of
 from aionn.tasks import Tasks, in_thread
 
@@ -48,7 +48,7 @@ CLEAN_UP_S = 2.0
 def _beat(page: DriverPage) -> None:
     """Write the loop's heartbeat, now and from now on."""
     page.beat()
-    asyncio.get_running_loop().call_later(BEAT_S, _beat, page)
+    asyncio.get_running_loop().call_later(until_beat_s(), _beat, page)
 
 
 def _page(name: str) -> DriverPage:

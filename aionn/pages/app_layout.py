@@ -2,7 +2,7 @@
 
 All slots of an app's page have one form. What a slot is for says its first word.
 
-    other         counts for what found no free slot; written with the heartbeat, so it is up to half a second old
+    other         counts for what found no free slot; written with the heartbeat, so it is up to a second old
     runtime       one open `Runtime`: its name, its state (in the text DEVICE), its event loop's heartbeat
     compilation   one open compilation: its name
     burst         one open burst

@@ -28,8 +28,18 @@ from aionn.pages.layout import Activity, LayoutError
 if TYPE_CHECKING:
     from aionn.trace.events import Counter, Span
 
-BEAT_S = 0.5
-"""How often a driver's loop writes its heartbeat."""
+BEAT_S = 1.0
+"""How often a loop writes its heartbeat."""
+
+
+def until_beat_s() -> float:
+    """Return the seconds until the next heartbeat, at a whole second of CLOCK_MONOTONIC.
+
+    All that a process does once a second is due then, so an idle process wakes once. A loop's timer may come a little early.
+    """
+    left_s = BEAT_S - time.monotonic() % BEAT_S
+    return left_s if left_s > BEAT_S / 10 else left_s + BEAT_S
+
 
 _SYSTEM_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 

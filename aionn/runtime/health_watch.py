@@ -22,12 +22,12 @@ from aionn.runtime.session import Session
 from aionn.runtime.streaming.connection import BurstConnection
 
 LOOP_STALL_S = 5.0
-"""An event loop that has not run its heartbeat for so long stands still. It should run every half second."""
+"""An event loop that has not run its heartbeat for so long stands still. It should run every second."""
 
 _LONG_S = 5.0
 """What a driver does for longer than this is mentioned."""
 
-_DROP_BEATS = 20
+_DROP_BEATS = 10
 """The share of dropped frames is that of so many heartbeats, 10 seconds."""
 
 _LEAST_FRAMES = 10

@@ -59,7 +59,7 @@ from aionn.events import (
 from aionn.hal.types import Priority
 from aionn.pages.app_layout import CALL_TIMES, DEVICE_COUNTERS, EVICTED, FAILED_COMPILES, PID, REASONS, STAGE_COUNTERS, STARTS, Kind
 from aionn.pages.app_page import BurstSlot, close_page, open_page
-from aionn.pages.page import BEAT_S
+from aionn.pages.page import until_beat_s
 from aionn.runtime.tracing import OutsideTracer, leave_source, share_source
 
 STARTING = "starting the driver"
@@ -203,7 +203,7 @@ class Record:
         ended: whether the runtime was closed, so that no event follows.
         under_way: the preparations that the app waits for, by number, the oldest first.
         beat_ns: when the loop last ran its heartbeat (CLOCK_MONOTONIC).
-        each_beat: bound methods that are called with each heartbeat, twice a second, as long as their objects live.
+        each_beat: bound methods that are called with each heartbeat, once a second, as long as their objects live.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, name: str) -> None:
@@ -224,7 +224,7 @@ class Record:
 
     def _beat_on(self) -> None:
         """Write the loop's heartbeat, now and from now on."""
-        self._beat: asyncio.TimerHandle = self._loop.call_later(BEAT_S, self._beat_on)  # first: the heart outlives what it calls
+        self._beat: asyncio.TimerHandle = self._loop.call_later(until_beat_s(), self._beat_on)  # first: the heart outlives what it calls
         self.beat_ns = time.monotonic_ns()
         self.page.beat(self.slot)
         self._tracer.beat()

@@ -2,7 +2,7 @@
 
 A recording reads the statistics page of this process, which exists while a runtime is open (`PageSource`). A tracer of another process
 reads the page by itself. It sees what this process's Python code reports only if that is written as trace records, too. The
-heartbeat looks for such a tracer, twice a second (`OutsideTracer`).
+heartbeat looks for such a tracer, once a second (`OutsideTracer`).
 
 Invariant
     All runtimes of a process share one `PageSource`, so that no frame is recorded twice.

@@ -13,7 +13,7 @@ import pytest
 from aionn.pages import layout
 from aionn.pages._page import Slot, bucket_of
 from aionn.pages.layout import LayoutError
-from aionn.pages.page import DriverPage, PageReader, private_slot
+from aionn.pages.page import DriverPage, PageReader, private_slot, until_beat_s
 
 
 @pytest.fixture
@@ -235,3 +235,11 @@ def test_a_slot_checks_its_memory_and_is_a_clock_without_any() -> None:
     slot.release()
     slot.release()
     assert slot.end(slot.begin()) >= 0
+
+
+@pytest.mark.parametrize(("now_s", "left_s"), [(7.0, 1.0), (7.25, 0.75), (7.95, 1.05), (7.9999, 1.0001)])
+def test_heartbeats_are_due_at_whole_seconds_also_after_a_timer_that_comes_early(
+    monkeypatch: pytest.MonkeyPatch, now_s: float, left_s: float
+) -> None:
+    monkeypatch.setattr("aionn.pages.page.time.monotonic", lambda: now_s)
+    assert until_beat_s() == pytest.approx(left_s)

@@ -27,7 +27,7 @@ import anyio
 import msgspec
 
 from aionn.pages.layout import Activity, ShownExecution
-from aionn.pages.page import BEAT_S, PageReader, start_time_of
+from aionn.pages.page import BEAT_S, PageReader, start_time_of, until_beat_s
 
 _LONGEST_TICK_S = 1.0
 _TICKS = 5
@@ -266,7 +266,7 @@ async def watch(
     """
     witness, stalls = Witness(page.pid, page.start_time), StallJudge(time.monotonic_ns())
     reported: tuple[ShownExecution, ...] | int | None = None
-    while not await _set_within(ended, judge.next_look_s):
+    while not await _set_within(ended, until_beat_s() if (look_s := judge.next_look_s) == BEAT_S else look_s):
         activity, now_ns = page.read(), time.monotonic_ns()
         # A driver that stood still while it did nothing has gone on when its heart beats again.
         doing = activity.executing or activity.heartbeat_ns

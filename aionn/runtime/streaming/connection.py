@@ -46,9 +46,6 @@ _AFTER_A_VERDICT_S = 0.4
 
 _NOTHING = (None, None, None)
 
-_BEATS = 2
-"""Dropped frames are summed up after so many heartbeats, of which there are two a second."""
-
 
 class BurstConnection:
     """One burst's connection to whichever driver serves. It follows a swap to another one (`Member`).
@@ -278,7 +275,6 @@ class Connections:
         self._slot = kept_model.session.page.slot(Kind.COMPILATION, kept_model.record.name, parent=kept_model.session.record.slot)
         self._bursts: list[tuple[str, BurstSlot, weakref.ref[BurstConnection]]] = []
         self._seen: dict[int, tuple[int, int]] = {}
-        self._beats = 0
         kept_model.session.record.each_beat.append(weakref.WeakMethod(self._beat))
 
     def __iter__(self) -> Iterator[BurstConnection]:
@@ -296,9 +292,7 @@ class Connections:
             if not connection.closed:
                 frames = connection.executor.frames.count()
                 connection.session.page.gauge(connection.executor.counts, frames["shared_bytes"], frames["free_frames"])
-        self._beats += 1
-        if self._beats % _BEATS == 0:
-            self._publish_drops()
+        self._publish_drops()
 
     def _publish_drops(self) -> None:
         """Publish the drops since the last call, by the names of the bursts."""
