@@ -210,7 +210,7 @@ def test_a_runtime_compiles_with_these_options() -> None:
         "*preference": "fast_single_answer",
         "*priority": "medium",
         "*threads": None,
-        "*instances": 1,
+        "*instances": None,
         "*name": None,
         "*on_event": None,
         "*required": True,

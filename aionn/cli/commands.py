@@ -17,7 +17,12 @@ from aionn.escapes import escaped
 Json = Annotated[bool, Parameter(name="--json", negative="", show_default=False, help="Print one JSON value instead of a table.")]
 StateDir = Annotated[str | None, Parameter(name="--state-dir")]
 Threads = Annotated[int | None, Parameter(name="--threads", help="Engine threads for one run. Default: the engine chooses.")]
-Instances = Annotated[int, Parameter(name="--instances", help="How many runs may go on beside each other, over one copy of the weights.")]
+Instances = Annotated[
+    int | None,
+    Parameter(
+        name="--instances", help="How many runs may go on beside each other, over one copy of the weights. Default: the engine chooses."
+    ),
+]
 Shapes = Annotated[list[str] | None, Parameter(name="--shape", negative="")]
 DeviceNames = Annotated[list[str] | None, Parameter(name="--device", negative="")]
 
@@ -52,7 +57,7 @@ def compile_(
     device: DeviceNames = None,
     stages: Annotated[str | None, Parameter(name="--stages")] = None,
     threads: Threads = None,
-    instances: Instances = 1,
+    instances: Instances = None,
     state_dir: StateDir = None,
     json: Json = False,
 ) -> None:
@@ -90,7 +95,7 @@ def run(
     repeat: int = 1,
     burst: Annotated[bool, Parameter(negative="", show_default=False)] = False,
     threads: Threads = None,
-    instances: Instances = 1,
+    instances: Instances = None,
     cache_dir: Annotated[str | None, Parameter(name="--cache-dir")] = None,
     state_dir: StateDir = None,
     json: Json = False,

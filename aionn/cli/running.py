@@ -54,7 +54,7 @@ class RunOptions:
     state_dir: str | None = None
     trace: str | None = None
     threads: int | None = None
-    instances: int = 1
+    instances: int | None = None
     shapes: Sequence[str] = ()
 
 

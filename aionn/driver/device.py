@@ -29,7 +29,7 @@ from aionn.driver.lanes import Turns
 from aionn.driver.memories import EngineBuffer, constants_of
 from aionn.driver.options import OptionalFacts, runs_on
 from aionn.driver.prepared_model import EnginePreparedModel
-from aionn.driver.sharing import CompiledIdentity, Shared, Sharing, identity_of, identity_of_stored, instances_of
+from aionn.driver.sharing import CompiledIdentity, Shared, Sharing, identity_of, identity_of_stored, instances_of, own_instances
 from aionn.driver.threads import Threads, trim_arenas
 from aionn.errors import CompilationError, DeadlineError
 from aionn.hal.engine import CancelFlag, CompileOptions, Engine, Executable
@@ -177,13 +177,13 @@ class EngineDevice:
             flag,
             blob_cache=self._blobs,
             at_most=options.at_most,
-            instances=options.instances,
+            instances=max(1, options.instances),
             options=given,
         )
 
     async def _instances(self, shared: Shared, options: PrepareOptions, flag: CancelFlag, again: bool = False) -> Sequence[Executable]:
         """Return an executable for each instance. `again`: others than the prepared models have that share it."""
-        count = options.instances
+        count = options.instances or own_instances(shared.executable, options)
         if count == 1 and not again:
             return (shared.executable,)
         try:

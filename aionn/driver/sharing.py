@@ -135,6 +135,12 @@ def _shaping(options: PrepareOptions) -> PrepareOptions:
     return msgspec.structs.replace(options, deadline_ns=None)
 
 
+def own_instances(executable: Executable, options: PrepareOptions) -> int:
+    """Return how many executables serve many callers best, as the engine says, within the app's bound for threads."""
+    wanted: int = getattr(executable, "best_instances", 1) if hasattr(executable, "lanes") else 1
+    return max(1, min(wanted, options.threads) if options.at_most and options.threads else wanted)
+
+
 def instances_of(device: str, executable: Executable, count: int) -> Sequence[Executable]:
     """Return `count` executables that may run beside each other. Blocks, and passes on what the engine raises.
 

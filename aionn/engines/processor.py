@@ -46,7 +46,7 @@ def run_threads(options: CompileOptions | PrepareOptions) -> int:
         return options.threads
     if options.preference is ExecutionPreference.LOW_POWER:
         return 1
-    share = max(1, usable_cpus() // options.instances)
+    share = max(1, usable_cpus() // max(1, options.instances))
     return min(share, options.threads) if options.threads else share
 
 

@@ -57,7 +57,9 @@ static ListenerObject *finish(LaneObject *lane, PyObject *answer)
     int64_t now_ns = ring_now_ns();
     struct exchange_stamp stamp = {lane->stamp.first, (uint64_t)model_slot_end(lane->slot, lane->began_ns, now_ns)};
     slot_trace(lane->slot, TRACE_ANSWERED, listener->burst, stamp.first, now_ns, stamp.second, 0);
-    struct ring *results = ring_if_usable(listener->exchange.results);
+    struct ring *results = ring_if_usable(listener->exchange.results), *requests = ring_if_usable(listener->exchange.requests);
+    if (requests && lane->lanes->lanes > 1)
+        ring_disarm(requests, true); /* `share` has armed it. This lane looks now, so the next request need not wake another one */
     bool first = lane->number == listener->answered;
     lane->serves = NULL;
     rhythm_served(&listener->rhythm, (int64_t)stamp.second);

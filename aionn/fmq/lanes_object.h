@@ -12,7 +12,7 @@
  *     Everything here is changed with the GIL held. A lane without the GIL waits on `epoll`, or looks at a ring that it holds.
  *     A burst's requests are taken in order and answered in order. An answer that comes early is held until those before it are there.
  *     While a burst is lent, one of these holds: its queue is armed, or it stands in `ready`, or a lane is about to look at it. A lane
- *     that has run a request of a burst looks at it again before it sleeps.
+ *     that has run a request of a burst looks at it again before it sleeps. So it disarms the queue when it ends its run.
  *     After a job, a lane looks at the bursts before it takes the next job. So neither keeps the other waiting.
  *     `returned` is called once for each `lend`, when the burst is not lent any more.
  *     A burst with an answer that has no room (`blocked`) is not lent. Its task writes that answer when no lane runs a request of it.

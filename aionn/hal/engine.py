@@ -129,7 +129,8 @@ class Executable(Protocol):
 
     Two of them make executables that may run beside this one over one copy of the weights. `lanes(count: int) -> Sequence[Executable]` is
     called once, before the first run, with `CompileOptions.instances`, and may return this one among them. `share() -> Executable` is
-    called at any time and in any thread.
+    called at any time and in any thread. Where the app has not chosen a number, `lanes` is called with the attribute `best_instances`, if
+    an executable has it and it is above 1.
 
     `run_values(inputs: Mapping[str, Any]) -> Mapping[str, Any]` runs a model once that has strings, sequences, maps or optionals as inputs
     or outputs, in place of `run`. Values are as `hal.values` says. Arrays among the inputs are read-only. Arrays among the outputs may be

@@ -65,11 +65,11 @@ class PrepareOptions(msgspec.Struct, frozen=True):
         deadline_ns: when the call fails with `DeadlineError`, in CLOCK_MONOTONIC, or None.
         threads, at_most: as in `CompileOptions`.
         open_outputs: names of outputs whose declared shape has proven wrong before. A device also finds them itself.
-        instances: how many executions of the model may run beside each other.
+        instances: how many executions of the model may run beside each other. 0 leaves the choice to the engine.
         options: of engines, by the name of the device. A device takes its own (`of`).
 
     Raises:
-        CallerError: `threads` is not from 0 to `MAX_THREADS`, or `instances` is not from 1 to `MAX_INSTANCES`.
+        CallerError: `threads` is not from 0 to `MAX_THREADS`, or `instances` is not from 0 to `MAX_INSTANCES`.
     """
 
     preference: ExecutionPreference = ExecutionPreference.FAST_SINGLE_ANSWER
@@ -84,8 +84,10 @@ class PrepareOptions(msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         if not 0 <= self.threads <= MAX_THREADS:
             raise CallerError(f"threads={self.threads}: a run has 1 to {MAX_THREADS} threads, or 0 for the engine's own choice")
-        if not 1 <= self.instances <= MAX_INSTANCES:
-            raise CallerError(f"instances={self.instances}: a prepared model has 1 to {MAX_INSTANCES} instances")
+        if not 0 <= self.instances <= MAX_INSTANCES:
+            raise CallerError(
+                f"instances={self.instances}: a prepared model has 1 to {MAX_INSTANCES} instances, or 0 for the engine's own choice"
+            )
 
     def of(self, device: str) -> EngineOptions:
         """Return the options for the engine of that device."""

@@ -128,7 +128,7 @@ async def _compile(order: Order, model: aionn.Model, folder: Path, report: Repor
 
     preference: Any = order.preference  # `compile` checks both
     priority: Any = order.priority
-    most = order.threads * order.instances if order.at_most and order.threads else None
+    most = order.threads * max(1, order.instances) if order.at_most and order.threads else None
     async with aionn.Runtime(state_dir=folder / "state", threads=most, start=(), name="aionn farm") as runtime:
         opened = opened_of(runtime)
         assert opened is not None
@@ -145,7 +145,7 @@ async def _compile(order: Order, model: aionn.Model, folder: Path, report: Repor
             preference=preference,
             priority=priority,
             threads=order.threads if order.threads and not order.at_most else None,
-            instances=order.instances,
+            instances=order.instances or None,
             cache_dir=folder / "cache",
             token=order.token,
             options={order.device: order.options} if order.options else None,

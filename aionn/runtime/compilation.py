@@ -210,7 +210,7 @@ class Compilation(AsyncOnly):
     Attributes:
         model: what was compiled; after `Runtime.swap` the new model.
         outcomes: one `CacheOutcome` per step of the plan; of the last preparation, if a driver had to be started anew.
-        preference, priority, threads, instances: as they were chosen. `threads` is None where the engine chooses.
+        preference, priority, threads, instances: as they were chosen. `threads` and `instances` are None where the engine chooses.
 
     Examples:
         >>> compilation = await runtime.compile(model, devices=("onnxruntime",))
@@ -225,7 +225,7 @@ class Compilation(AsyncOnly):
         self.preference: ExecutionPreference = options.preference
         self.priority: Priority = options.priority
         self.threads: int | None = None if options.at_most else options.threads
-        self.instances: int = options.instances
+        self.instances: int | None = options.instances or None
 
     def __repr__(self) -> str:
         return f"Compilation(device={self.device!r}, outcomes={self.outcomes!r})"

@@ -66,7 +66,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     preference: str
     priority: str
     threads: int | None
-    instances: int
+    instances: int | None
     cache_dir: str | Path | None
     cache_required: bool
     token: bytes | None
@@ -100,7 +100,8 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
             raise CallerError(f"preference {self.preference!r}: it is one of {sorted(_PREFERENCES)}")
         if not isinstance(self.priority, str) or self.priority not in _PRIORITIES:
             raise CallerError(f"priority {self.priority!r}: it is one of {sorted(_PRIORITIES)}")
-        instances = checked_count("compile: instances", self.instances, 1, MAX_INSTANCES)
+        asked = 0 if self.instances is None else checked_count("compile: instances", self.instances, 1, MAX_INSTANCES)
+        instances = asked or 1
         chosen = None if self.threads is None else checked_count("compile: threads", self.threads, 1, MAX_THREADS)
         wanted = (chosen or 1) * instances
         if most and wanted > most:
@@ -114,7 +115,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
             deadline_of(self.timeout_s),
             threads=most // instances if chosen is None else chosen,
             at_most=chosen is None,
-            instances=instances,
+            instances=asked,
         )
 
     def _shown_name(self) -> str:

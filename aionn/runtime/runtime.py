@@ -222,7 +222,7 @@ class Runtime(AsyncOnly):
         preference: Preference = "fast_single_answer",
         priority: PriorityName = "medium",
         threads: int | None = None,
-        instances: int = 1,
+        instances: int | None = None,
         cache_dir: str | Path | None = None,
         cache_required: bool = False,
         token: bytes | None = None,
@@ -251,7 +251,8 @@ class Runtime(AsyncOnly):
             threads: how many engine threads one run may use. None: the engine chooses, up to `Runtime(threads=)`; with "low_power" it is
                 one thread.
             instances: how many runs may go on beside each other, over one copy of the weights. Many callers gain from several
-                instances with one thread each; a single caller gains from several threads.
+                instances with one thread each; a single caller gains from several threads. None: the engine chooses. ONNX Runtime
+                takes as many as CPUs, at most 4, for a tiny model, which has one thread; else it takes one.
             cache_dir: folder where compilations are kept, made if it is missing, or None for no caching.
             cache_required: raise `CallerError` if `cache_dir` cannot keep the compilation, instead of compiling at each start. In mode
                 "jit" the first execution raises what is seen only then, and in mode "staged" a better stage is rejected. Later, as after

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,10 +15,11 @@ from numpy.typing import NDArray
 from onnx import helper
 
 from aionn.driver import find_engine
-from aionn.driver.sharing import instances_of
+from aionn.driver.sharing import instances_of, own_instances
 from aionn.engines.processor import run_threads
 from aionn.errors import CompilationError
 from aionn.hal import CompileOptions, Executable, ExecutionPreference
+from aionn.hal.interfaces import PrepareOptions
 from aionn.hal.types import NO_LANES
 from aionn.runtime.model import Model
 from tests.engines.onnx_graphs import matmul, model_of, value
@@ -80,6 +82,27 @@ def test_lanes_of_a_real_model_with_state_do_not_mix_their_streams(name: str) ->
         for answer in answers:
             for key, array in wanted.items():
                 np.testing.assert_allclose(answer[key], array, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("best", "has_lanes", "options", "instances"),
+    [
+        (3, True, PrepareOptions(instances=0), 3),
+        (3, False, PrepareOptions(instances=0), 1),
+        (None, True, PrepareOptions(instances=0), 1),
+        (3, True, PrepareOptions(instances=0, threads=2, at_most=True), 2),
+        (3, True, PrepareOptions(instances=0, threads=2), 3),
+    ],
+)
+def test_an_engine_chooses_the_instances_within_the_bound_of_the_app(
+    best: int | None, has_lanes: bool, options: PrepareOptions, instances: int
+) -> None:
+    executable: Any = SimpleNamespace()
+    if best is not None:
+        executable.best_instances = best
+    if has_lanes:
+        executable.lanes = list
+    assert own_instances(executable, options) == instances
 
 
 def test_an_engine_without_lanes_is_refused_in_one_sentence() -> None:

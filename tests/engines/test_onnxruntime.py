@@ -28,6 +28,7 @@ from aionn.runtime.model import Model
 from tests.engines.onnx_graphs import identity, matmul, model_of, value
 from tests.leaks import leak_check
 from tests.real_models import carried, some_input
+from tests.scaled_model import scaled_model
 
 IN_PLACE = """if True:
     import sys
@@ -324,6 +325,31 @@ def test_tiny_models_get_one_thread_and_others_what_the_process_may_use(
 ) -> None:
     monkeypatch.setattr("aionn.engines.processor.usable_cpus", lambda: 8)
     assert engine_module._threads(options, engine_module._most_work(shapes, weights)) == threads
+
+
+@pytest.mark.parametrize(
+    ("options", "weights", "cpus", "instances"),
+    [
+        (CompileOptions(), 16, 2, 2),
+        (CompileOptions(), 16, 64, engine_module.MOST_OWN_INSTANCES),
+        (CompileOptions(), 16, 1, 1),
+        (CompileOptions(preference=ExecutionPreference.LOW_POWER), 16, 8, 1),
+        (CompileOptions(), 40_000, 8, 1),
+    ],
+)
+def test_tiny_models_are_best_in_several_instances_and_others_in_one(
+    monkeypatch: pytest.MonkeyPatch, options: CompileOptions, weights: int, cpus: int, instances: int
+) -> None:
+    monkeypatch.setattr(engine_module, "usable_cpus", lambda: cpus)
+    side = round(weights**0.5)
+    model = Model.from_onnx(scaled_model(np.ones((side, side), np.float32)))
+    monkeypatch.setattr(engine_module, "TINY_WORK", 100_000)
+    engine = OnnxRuntimeEngine()
+    executable = engine.compile(model, options)
+    assert executable.best_instances == instances
+    artifact = engine.export(executable)
+    assert artifact is not None
+    assert engine.load(artifact, options).best_instances == instances
 
 
 def test_an_optional_input_that_is_left_out_is_not_taken_from_the_run_before() -> None:

@@ -304,7 +304,8 @@ def _finish(p: Protocol, s: State, n: int) -> Iterator[tuple[str, State]]:
     burst = s.bursts[b]
     if lane.exclusive and len(burst.running) > 1:
         s = s._replace(wrong="a request with device memory did not run alone")
-    s = _burst(s, b, running=tuple(number for number in burst.running if number != lane.number), exclusive=False)
+    left = tuple(number for number in burst.running if number != lane.number)
+    s = _burst(s, b, running=left, exclusive=False, armed=burst.armed and p.lanes == 1)  # this lane looks, so no other one need be woken
     if not s.bursts[b].running and s.bursts[b].task_at == "waits" and p.tells_when_idle:
         s = _burst(s, b, task_at="idle")
     last = b if s.bursts[b].lent and p.looks_again else -1

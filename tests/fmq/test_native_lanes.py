@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -106,6 +107,29 @@ def test_two_bursts_that_come_at_once_wake_two_lanes_although_epoll_reports_one_
             assert not slept
             assert len(taken) == 2
             assert None not in taken
+
+
+def is_signalled(burst: Burst) -> bool:
+    return bool(select.select([burst.requests.reader_fd], [], [], 0)[0])
+
+
+def test_a_request_wakes_another_lane_while_one_runs_and_none_when_that_one_is_about_to_look() -> None:
+    """A caller that waits for each answer would else wake the lanes in turn. The job only makes `next` return after its answer."""
+    lanes = Lanes()
+    with bursts(1) as [burst]:
+        assert lanes.lend(burst.listener, lambda: None)
+        lane, _other = Lane(lanes), Lane(lanes)
+        burst.send(1)
+        lane.next(None)
+        burst.send(2)
+        assert is_signalled(burst)
+        burst.requests.clear_reader_event()
+        assert lane.next(ANSWER) is not None  # it takes the second request, and arms again
+        lanes.announce()
+        assert lane.next(ANSWER) is None
+        burst.send(3)
+        assert not is_signalled(burst)
+        assert in_thread(lambda: lane.next(None), lanes) is not None
 
 
 def test_a_burst_that_is_lent_to_other_lanes_while_its_run_is_in_flight_is_theirs() -> None:

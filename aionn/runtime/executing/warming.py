@@ -31,12 +31,12 @@ _WAY_OUT = "give inputs that the model takes with compilation.warm_up(inputs=...
 
 
 async def warm_up(kept_model: KeptModel, arguments: Arguments, runs: int, inputs: Mapping[str, Any] | None = None) -> None:
-    """Run the model `runs` times on each of its instances. See `Compilation.warm_up`."""
+    """Run the model `runs` times on each instance that was asked for. See `Compilation.warm_up`."""
     runs = checked_count("warm_up: runs", runs, 1)
     kept_model.check_usable()
     if inputs is not None:
         check_mapping(inputs)
-    instances = kept_model.request.options.instances
+    instances = kept_model.request.options.instances or 1
     executor = Executor(arguments, Frames(instances), None)
     try:
         await kept_model.live()  # the shapes of a model with mode "jit" may be known from then on only
