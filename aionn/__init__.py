@@ -66,6 +66,7 @@ if _typing.TYPE_CHECKING:
     from aionn.runtime.staging.comparing import Tolerance as Tolerance
     from aionn.runtime.staging.stage import Stage as Stage
     from aionn.runtime.staging.stage import StagePolicy as StagePolicy
+    from aionn.runtime.streaming.blocking import BlockingBurst as BlockingBurst
     from aionn.runtime.streaming.burst import Burst as Burst
     from aionn.runtime.streaming.frame import Frame as Frame
     from aionn.runtime.streaming.item import Item as Item
@@ -94,6 +95,7 @@ else:
         "aionn.runtime.runtime": "Runtime",
         "aionn.runtime.staging.comparing": "Comparison Tolerance",
         "aionn.runtime.staging.stage": "Stage StagePolicy",
+        "aionn.runtime.streaming.blocking": "BlockingBurst",
         "aionn.runtime.streaming.burst": "Burst",
         "aionn.runtime.streaming.frame": "Frame",
         "aionn.runtime.streaming.item": "Item",

@@ -333,7 +333,7 @@ class LeftInChild(Protocol):
 
 
 _shared: weakref.WeakSet[LeftInChild] = weakref.WeakSet()
-_loops: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, int] = weakref.WeakKeyDictionary()
+_loops: weakref.WeakKeyDictionary[Called, int] = weakref.WeakKeyDictionary()
 
 
 def leave_in_child(shared: LeftInChild) -> None:
@@ -341,12 +341,19 @@ def leave_in_child(shared: LeftInChild) -> None:
     _shared.add(shared)
 
 
-def is_ours(loop: asyncio.AbstractEventLoop) -> bool:
+def is_ours(loop: Called) -> bool:
     """Return whether this process made the loop. A child of fork must do nothing in its parent's loop."""
     return _loops.setdefault(loop, os.getpid()) == os.getpid()
 
 
-def call_soon_from_anywhere(loop: asyncio.AbstractEventLoop, callback: Callable[..., object], *args: object) -> None:
+class Called(Protocol):
+    """A loop, or the waits of a thread, that other threads may call."""
+
+    def is_closed(self) -> bool: ...
+    def call_soon_threadsafe(self, callback: Callable[..., object], /, *args: Any) -> object: ...
+
+
+def call_soon_from_anywhere(loop: Called, callback: Callable[..., object], *args: object) -> None:
     """Run a callback in the loop. For finalizers, which may run in any thread, after the loop's end, and in a child of fork."""
     if loop.is_closed() or not is_ours(loop):
         return
@@ -371,7 +378,7 @@ def _in_child() -> None:
         shared.leave()
 
 
-def _epoll_of(loop: asyncio.AbstractEventLoop) -> int:
+def _epoll_of(loop: Called) -> int:
     """Return the epoll descriptor on which asyncio's or uvloop's loop waits, or -1 if the loop uses no epoll."""
     backend = getattr(loop, "_get_backend_id", None)  # uvloop's
     if backend is not None:
@@ -383,6 +390,12 @@ def _epoll_of(loop: asyncio.AbstractEventLoop) -> int:
 os.register_at_fork(after_in_child=_in_child)
 
 
+class Futures(Protocol):
+    """A loop, or the waits of a thread, in which one may wait."""
+
+    def create_future(self) -> Any: ...
+
+
 class Answer(Generic[T]):
     """A result or an error that a callback sets once and at most one task awaits.
 
@@ -391,7 +404,7 @@ class Answer(Generic[T]):
 
     __slots__ = ("_future",)
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, loop: Futures) -> None:
         self._future: asyncio.Future[T] = loop.create_future()
 
     def set(self, result: T) -> None:

@@ -27,6 +27,7 @@ EMPTY = inspect.Parameter.empty
 
 FACE = {
     "AionnError",
+    "BlockingBurst",
     "Burst",
     "CacheOutcome",
     "CacheOutcomeKind",
@@ -267,6 +268,10 @@ def test_a_burst_computes_frames() -> None:
     assert parameters_of(aionn.Burst.lease) == {"shapes": None}
     assert parameters_of(aionn.Burst.map) == {"frames": EMPTY, "*policy": "block", "*depth": 2, "*deadline_s": None}
     assert {"compute", "frame", "lease", "map", "statistics"} <= set(dir(aionn.Burst))
+    assert not inspect.iscoroutinefunction(aionn.BlockingBurst.compute)
+    assert parameters_of(aionn.BlockingBurst.compute) == parameters_of(aionn.Burst.compute)
+    assert parameters_of(aionn.Compilation.blocking) == {"*anticipate": False, "*name": None}
+    assert {"compute", "close", "statistics"} <= set(dir(aionn.BlockingBurst))
     assert parameters_of(aionn.Item) == {"inputs": EMPTY, "tag": None}
 
 

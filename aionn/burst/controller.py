@@ -31,6 +31,7 @@ from aionn.burst.packets import (
 from aionn.burst.spin_policy import APP_WINDOW_NS, INLINE_NS, YIELD_NS, may_stay_awake
 from aionn.errors import AionnError, CallerError, DeadlineError, ExecutionError, again
 from aionn.fmq import SOON, Caller, MessageQueue, QueueClosedError, QueueCorruptedError
+from aionn.fmq.thread_waits import Loop, Timer
 from aionn.hal.types import ErrorStatus, Result
 from aionn.memo import Memo
 from aionn.tasks import leave_in_child, running_loop, seconds_until
@@ -61,6 +62,7 @@ class ExecutionBurstController:
         low_power: never stay awake while waiting.
         patience_s: the driver is asked about a request that is unanswered for longer (`ask`).
         counts: a slot of the statistics page, where requests and their times are counted.
+        loop: what it waits by, if that is not the running loop: a thread's waits.
 
     Attributes:
         caller: the native part. A stream's usual frame is sent there directly (`Burst.compute`).
@@ -78,25 +80,33 @@ class ExecutionBurstController:
         low_power: bool = False,
         patience_s: float = 0.0,
         counts: Buffer | None = None,
+        loop: Loop | None = None,
     ) -> None:
-        self._loop = loop = running_loop()
+        self._loop: Loop = loop or running_loop()
         self._requests = requests
         self._results = results
         # Whole framed answers without their identity, decoded. Only what `decode_result` has accepted is in it.
         self._decoded: Memo[bytes, Result] = Memo(_REMEMBERED)
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: asyncio.TimerHandle | Timer | None = None
         self.ended_by: BaseException | None = None
         self.lost = 0
         self.ask: Ask | None = None
         self.caller = caller = Caller(requests, results)
-        caller.inline_ns, caller.yield_ns = INLINE_NS, YIELD_NS
+        caller.inline_ns, caller.yield_ns = APP_WINDOW_NS if self._loop.call_soon is None else INLINE_NS, YIELD_NS
         self._may_look = may_stay_awake(low_power=low_power)
         window_ns = APP_WINDOW_NS if self._may_look else 0
-        calls = (loop.create_future, loop.call_soon, self._take_unknown, self._cannot_send, self._wake_by, trace.captured_ns.get)
+        calls = (
+            self._loop.create_future,
+            self._loop.call_soon,
+            self._take_unknown,
+            self._cannot_send,
+            self._wake_by,
+            trace.captured_ns.get,
+        )
         number = requests.inode  # of this burst, in both processes
         caller.begin(depth, window_ns, calls, counts, number, int(patience_s * 1e9))
         self._result_fd = results.reader_fd
-        loop.add_reader(self._result_fd, caller.event)
+        self._loop.add_reader(self._result_fd, caller.event)
         leave_in_child(self)
 
     @property

@@ -140,9 +140,13 @@ class Binding(Protocol):
 
 
 class BurstMemories:
-    """Keeps the memories of a burst mapped, by slot. Satisfies `IBurstExecutorWithCache`."""
+    """Keeps the memories of a burst mapped, by slot. Satisfies `IBurstExecutorWithCache`.
 
-    def __init__(self, prepared: Binding, buffers: DeviceBuffers) -> None:
+    `may_use` says of a buffer's token whether it is one of the burst's client. None: there is one client only.
+    """
+
+    def __init__(self, prepared: Binding, buffers: DeviceBuffers, may_use: Callable[[int], bool] | None = None) -> None:
+        self._may_use = may_use
         self._prepared = prepared
         self._buffers = buffers
         self._memories: dict[int, tuple[IMemory, BoundPool]] = {}
@@ -160,6 +164,12 @@ class BurstMemories:
             close()
 
     def check(self, request: Request, pools: Sequence[PoolReference]) -> None:
+        if self._may_use is not None:
+            for pool in pools:
+                if pool.token and not self._may_use(pool.token):
+                    raise CallerError(
+                        f"token {pool.token} names no device buffer of this client; it was never given out, or its buffer was freed"
+                    )
         # `bind` sees the size of a memory that is not here yet.
         wrong = self._prepared.wrong_with(request, [0 if pool.token else _ANY_SIZE for pool in pools])
         if wrong is not None:

@@ -164,7 +164,7 @@ class EnginePreparedModel:
         self, callback: IBurstCallback, request_channel: MQDescriptor, result_channel: MQDescriptor, anticipate: bool = False
     ) -> ExecutionBurstServer:
         low_power = self._options.preference is ExecutionPreference.LOW_POWER
-        executor = BurstMemories(self, self.device.buffers)
+        executor = BurstMemories(self, self.device.buffers, getattr(callback, "may_use", None))
         lanes = self._lanes if LANES else None
         server = ExecutionBurstServer.create(
             callback, request_channel, result_channel, executor, lanes=lanes, low_power=low_power, anticipate=anticipate

@@ -32,7 +32,7 @@ from aionn import trace
 from aionn.driver.beginning import Begun
 from aionn.driver.device import EngineDevice
 from aionn.driver.registry import entered, find, is_device
-from aionn.driver.service import DeviceService
+from aionn.driver.service import CLEAN_UP_S, DeviceService
 from aionn.errors import AionnError, DeviceUnavailableError
 from aionn.hal.interfaces import IDevice
 from aionn.memory.limits import NO_DESCRIPTOR_LEFT, allocation_error
@@ -40,9 +40,6 @@ from aionn.pages.layout import PAGE_BYTES
 from aionn.pages.page import DriverPage, until_beat_s
 from aionn.remote.control import STACKS_SIGNAL, Refused, encode, failure_of
 from aionn.tasks import Tasks, in_thread
-
-CLEAN_UP_S = 2.0
-"""How long a driver may take to free what its client left. Then it ends anyway."""
 
 
 def _beat(page: DriverPage) -> None:

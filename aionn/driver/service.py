@@ -2,15 +2,24 @@
 
 Every call runs in a separate task. Each object that the client made (a prepared model, a burst or a buffer) is in one table here.
 `aclose` frees all of them when the client has gone.
+
+A client may bring further clients (`Attach`). Each has its connection and its tables, so it can name only what is its own. It holds one
+prepared model of the client that brought it, and may use the buffers of that client in its executions.
+
+Invariants
+    A prepared model is freed when the last client that holds it has released it, or has gone.
+    A client that was brought ends at the latest with the one that brought it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import socket
+import stat
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -50,10 +59,13 @@ from aionn.remote.calls import (
     ReleasePreparedModel,
 )
 from aionn.remote.connection import Connection, Descriptors
-from aionn.remote.control import PROTOCOL, ControlError, Ready
+from aionn.remote.control import ATTACHED, PROTOCOL, Attach, ControlError, Ready
 from aionn.remote.fences import Waits, check_fence, dependency_failed, execute_fenced_by, refusal, signal_outcome, since_launch
 from aionn.sandbox.report import Confinement
 from aionn.tasks import Tasks
+
+CLEAN_UP_S = 2.0
+"""How long a driver may take to free what a client left. What is left then ends with the process."""
 
 T = TypeVar("T")
 logger = logging.getLogger("aionn.driver")
@@ -68,6 +80,49 @@ class Closable(Protocol):
 C = TypeVar("C", bound=Closable)
 
 
+class SharedModel:
+    """A prepared model, held by one client or more. `aclose` gives up one hold."""
+
+    def __init__(self, prepared: IPreparedModel) -> None:
+        self.prepared = prepared
+        self._holds = 1
+
+    def hold(self) -> SharedModel:
+        self._holds += 1
+        return self
+
+    async def aclose(self) -> None:
+        self._holds -= 1
+        if not self._holds:
+            await self.prepared.aclose()
+
+
+class ClientTables:
+    """What one client has made in the driver, by the numbers that the client names. `brought_by`: those of the client that brought it."""
+
+    def __init__(self, brought_by: ClientTables | None) -> None:
+        self._brought_by = brought_by
+        self.prepared: dict[int, SharedModel] = {}
+        self.bursts: dict[int, IBurstContext] = {}
+        self.buffers: dict[int, IBuffer] = {}
+
+    def model(self, number: int) -> IPreparedModel:
+        return _known(self.prepared, number, "prepared model").prepared
+
+    def buffer(self, token: int) -> IBuffer:
+        return _known(self.buffers, token, "device buffer")
+
+    def may_use(self, token: int) -> bool:
+        """Return whether executions of this client may use that buffer."""
+        return token in self.buffers or (self._brought_by is not None and token in self._brought_by.buffers)
+
+    async def aclose(self) -> None:
+        """Free everything."""
+        for table in (self.bursts, self.buffers, self.prepared):
+            while table:
+                await table.popitem()[1].aclose()
+
+
 class DeviceService:
     """Serves one client over one socket.
 
@@ -77,6 +132,7 @@ class DeviceService:
         tasks: where calls and burst listeners run.
         page_fd: the descriptor of this process's statistics page, which goes to the client with the greeting. The caller keeps
             owning the descriptor.
+        brought_by: the service of the client that has brought this one, if one has.
     """
 
     def __init__(
@@ -86,19 +142,20 @@ class DeviceService:
         tasks: Tasks,
         page_fd: int | None = None,
         confinement: Confinement = Confinement(),  # noqa: B008 -- frozen
+        brought_by: DeviceService | None = None,
     ) -> None:
         self._confinement = confinement
+        self._brought_by = brought_by
+        self._brought: set[DeviceService] = set()
         self._page = () if page_fd is None else (Fd(page_fd),)
         self._device = device
         self._tasks = tasks
-        self._prepared: dict[int, IPreparedModel] = {}
-        self._bursts: dict[int, IBurstContext] = {}
-        self._buffers: dict[int, IBuffer] = {}
+        self._made: ClientTables = ClientTables(None if brought_by is None else brought_by._made)
         self._waits: dict[int, Waits] = {}  # by prepared model
-        self._last_number = 0
+        self._last_number = 0 if brought_by is None else ATTACHED
         self._cancellable: dict[int, asyncio.Task[Any] | None] = {}  # by call, while it may be stopped
         self.ended = asyncio.Event()
-        self._connection = Connection(sock, self._call, self._end, on_cancel=self._cancel_soon)
+        self._connection = Connection(sock, self._call, self._end, on_cancel=self._cancel_soon, on_attach=self._attach)
 
     async def start(self) -> None:
         """Greet the client, which may call from now on."""
@@ -108,6 +165,33 @@ class DeviceService:
         optional = getattr(device, "optional", device)  # of its engine, or of a device that is written by hand
         said = getattr(optional, "performance", Performance()), getattr(optional, "providers", ()), getattr(optional, "runs_on", "")
         self._connection.greet(Ready(PROTOCOL, *facts, *said, self._confinement, self._page))
+
+    def _attach(self, message: Attach, descriptors: Descriptors) -> None:
+        """Serve one more client, unless the model that it is to have has been released meanwhile."""
+        held = self._made.prepared.get(message.prepared)
+        if held is None or descriptors.lost:
+            descriptors.close()  # the client sees the end of its socket, and asks again or not
+            return
+        if not stat.S_ISSOCK(os.fstat(message.socket).st_mode):
+            raise ControlError("the app sent a client without a socket")
+        sock = socket.socket(fileno=descriptors.take(message.socket))
+        service = DeviceService(self._device, sock, self._tasks, None, self._confinement, self)
+        service._made.prepared[ATTACHED] = held.hold()
+        self._brought.add(service)
+        self._tasks.start_soon(service._live, name="client")
+
+    async def _live(self) -> None:
+        """Serve a client that another one has brought, until one of the two has gone."""
+        assert self._brought_by is not None
+        try:
+            await self.start()
+            await self.ended.wait()
+            async with asyncio.timeout(CLEAN_UP_S):
+                await self.aclose()
+        except Exception:  # an error of one client must not end the others
+            logger.exception("device %r could not serve or free one of its clients", self._device.name)
+        finally:
+            self._brought_by._brought.discard(self)
 
     def log(self, level: int, name: str, text: str) -> None:
         """Send a line of this process's log to the client."""
@@ -120,18 +204,13 @@ class DeviceService:
         self.ended.set()
 
     async def aclose(self) -> None:
-        """Free everything that the client made here."""
+        """Free everything that the client made here, and what the clients made that it has brought."""
         self._end(None)
+        for service in list(self._brought):
+            await service.aclose()
         for number in list(self._waits):
             self._end_waits(number)
-        for burst in list(self._bursts.values()):
-            await burst.aclose()
-        for buffer in list(self._buffers.values()):
-            await buffer.aclose()
-        for prepared in list(self._prepared.values()):
-            await prepared.aclose()
-        for table in (self._bursts, self._buffers, self._prepared):
-            table.clear()
+        await self._made.aclose()
 
     def _call(self, call_id: int, body: HalCall[Any], descriptors: Descriptors) -> None:
         self._tasks.start_soon(self._serve, call_id, body, descriptors, name=type(body).__name__)
@@ -195,46 +274,40 @@ class DeviceService:
             case ConfigureExecutionBurst():
                 return await self._configure(body, received)
             case ExportAgain(prepared=number, cache=cache):
-                tuning = getattr(self._model(number), "tuning", None)
+                tuning = getattr(self._made.model(number), "tuning", None)
                 if tuning is None:
                     raise CallerError(f"device {device.name!r} offers no better artifact of this model")
                 return str(await tuning.export_again(None if cache is None else received.cache(cache)))
             case FreeMemory(burst=number, slot=slot):
-                await _known(self._bursts, number, "burst").free_memory(slot)
+                await _known(self._made.bursts, number, "burst").free_memory(slot)
             case HasRequest(burst=number, identity=identity):
-                find = getattr(_known(self._bursts, number, "burst"), "has_request", None)  # a device written by hand may lack it
+                find = getattr(_known(self._made.bursts, number, "burst"), "has_request", None)  # a device written by hand may lack it
                 return find is None or bool(find(identity))
             case CloseBurst(burst=number):
-                await _close(self._bursts, number)
+                await _close(self._made.bursts, number)
             case ReleasePreparedModel(prepared=number):
                 self._end_waits(number)
-                await _close(self._prepared, number)
+                await _close(self._made.prepared, number)
             case Allocate(desc=desc, prepared_models=numbers, input_roles=inputs, output_roles=outputs):
-                buffer = await device.allocate(desc, list(map(self._model, numbers)), inputs, outputs)
-                self._buffers[buffer.token] = buffer
+                buffer = await device.allocate(desc, list(map(self._made.model, numbers)), inputs, outputs)
+                self._made.buffers[buffer.token] = buffer
                 return buffer.token
             case CopyFrom(token=token, source=lent, dimensions=dimensions):
-                buffer = self._buffer(token)
+                buffer = self._made.buffer(token)
                 await buffer.copy_from(received.source(lent, body.offset, body.length), dimensions)
             case CopyTo(token=token, target=lent):
-                buffer = self._buffer(token)
+                buffer = self._made.buffer(token)
                 with received.part(lent, body.offset, body.length) as target:
                     await buffer.copy_to(target)
             case FreeBuffer(token=token):
-                await _close(self._buffers, token)
+                await _close(self._made.buffers, token)
             case _:
                 raise ControlError(f"the client called {type(body).__name__}, which only an app answers")
         return None
 
-    def _model(self, number: int) -> IPreparedModel:
-        return _known(self._prepared, number, "prepared model")
-
-    def _buffer(self, token: int) -> IBuffer:
-        return _known(self._buffers, token, "device buffer")
-
     def _keep(self, prepared: IPreparedModel) -> Prepared:
         self._last_number += 1
-        self._prepared[self._last_number] = prepared
+        self._made.prepared[self._last_number] = SharedModel(prepared)
         operands = as_messages(prepared.inputs), as_messages(prepared.outputs)
         contents = getattr(prepared, "contents", b"")  # of a device that copies constants
         runs_on = getattr(prepared, "runs_on", "")
@@ -242,7 +315,7 @@ class DeviceService:
         return Prepared(self._last_number, *operands, prepared.save_outcome, contents, runs_on, tunes)
 
     async def _execute(self, body: Execute, received: Received) -> Result:
-        prepared = self._model(body.prepared)
+        prepared = self._made.model(body.prepared)
         try:
             pools = self._pools(prepared, body, received)
         except AionnError as error:
@@ -252,7 +325,7 @@ class DeviceService:
     async def _execute_values(self, call_id: int, body: ExecuteValues, descriptors: Descriptors) -> None:
         from aionn.driver.values import serve_values  # few models have such values
 
-        executed, region = await serve_values(self._model(body.prepared), body, descriptors)
+        executed, region = await serve_values(self._made.model(body.prepared), body, descriptors)
         descriptors.close()
         try:
             self._connection.reply(call_id, executed)
@@ -271,7 +344,7 @@ class DeviceService:
         check_fence(fence)
         given, failed, cancelled = None, None, False
         try:
-            prepared = self._model(body.prepared)
+            prepared = self._made.model(body.prepared)
             pools = self._pools(prepared, body, received)
             after = [Dependency(each.fd, each.is_event) for each in body.after]
             # A run that has begun is not cancelled.
@@ -281,7 +354,7 @@ class DeviceService:
                 except asyncio.CancelledError:
                     cancelled = True
                     raise
-            self._model(body.prepared)  # it may have been released meanwhile
+            self._made.model(body.prepared)  # it may have been released meanwhile
             if failed is not None:
                 given = dependency_failed(failed)
         except AionnError as error:
@@ -308,7 +381,7 @@ class DeviceService:
             ExecutionError: a descriptor does not fit its description, or cannot be mapped (GENERAL_FAILURE).
             MemoryAllocationError: a memory has holes that cannot be filled now.
         """
-        buffers = {pool: self._buffer(pool) for pool in body.pools if isinstance(pool, int)}
+        buffers = {pool: self._made.buffer(pool) for pool in body.pools if isinstance(pool, int)}
         sizes = []
         for pool in body.pools:
             if isinstance(pool, LentMemory):
@@ -320,12 +393,12 @@ class DeviceService:
         return [received.memory(pool) if isinstance(pool, LentMemory) else buffers[pool] for pool in body.pools]
 
     async def _configure(self, body: ConfigureExecutionBurst, received: Received) -> int:
-        prepared = self._model(body.prepared)
+        prepared = self._made.model(body.prepared)
         channels = received.queue(body.request_channel), received.queue(body.result_channel)
         self._last_number += 1
         number = self._last_number
-        callback = BurstCallback(self._connection, number)
-        self._bursts[number] = await prepared.configure_execution_burst(callback, *channels, body.anticipate)
+        callback = BurstCallback(self._connection, number, self._made.may_use)
+        self._made.bursts[number] = await prepared.configure_execution_burst(callback, *channels, body.anticipate)
         return number
 
 
@@ -355,9 +428,10 @@ def _known(table: Mapping[int, T], number: int, what: str) -> T:
 
 
 class BurstCallback:
-    """Asks the app for the memories of slots. Satisfies `IBurstCallback`."""
+    """Asks the app for the memories of slots. Satisfies `IBurstCallback`. `may_use` says of a token whether it is one of the client's."""
 
-    def __init__(self, connection: Connection, burst: int) -> None:
+    def __init__(self, connection: Connection, burst: int, may_use: Callable[[int], bool]) -> None:
+        self.may_use = may_use
         self._connection = connection
         self._burst = burst
 

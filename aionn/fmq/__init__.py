@@ -21,6 +21,7 @@ The design on one page
         `_anticipate.c`  lets a lane run the model once before the next request is due
     `message_queue`  `MessageQueue(Ring)`: making, attaching, waiting, ending, closing
     `waiting`        the tasks that wait on one side of one queue; one persistent `add_reader` for all of them; errors of a queue
+    `thread_waits`   the same for a thread that runs no event loop: futures, timers and one native sleep over all descriptors
     `event_flag`     `EventFlag`: 32 bits with libfmq's semantics, for threads, libfmq peers and tasks
     `descriptors`    the file descriptors of a queue: their check and their release
 

@@ -100,6 +100,7 @@ static PyObject *caller_begin(PyObject *object, PyObject *args)
     self->burst = burst;
     self->depth = depth;
     self->patience_ns = patience_ns;
+    self->alone = calls[CALL_SOON] == Py_None;
     spin_begin(&self->spin, window_ns);
     for (unsigned i = 0; i < CALLS; i++) {
         Py_INCREF(calls[i]);

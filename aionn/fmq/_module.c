@@ -90,12 +90,14 @@ static int module_clear(PyObject *module)
     return 0;
 }
 
+static PyMethodDef module_methods[] = {{"wait_for", FAST(ring_wait_for)}, {NULL, NULL, 0, NULL}};
 static PyModuleDef_Slot module_slots[] = {{Py_mod_exec, module_exec}, {0, NULL}};
 static struct PyModuleDef ring_module = {
     PyModuleDef_HEAD_INIT,
     .m_name = "_ring",
     .m_doc = "Atomics, fences, futex and eventfd: the native part of aionn's queues.",
     .m_size = sizeof(struct module_state),
+    .m_methods = module_methods,
     .m_slots = module_slots,
     .m_traverse = module_traverse,
     .m_clear = module_clear,

@@ -5,12 +5,20 @@
 
 #include "caller_object.h"
 
+/* Whether a call looks in a thread without a loop. More than one would take the CPUs from the drivers that they wait for. */
+static _Atomic bool one_looks;
+
 /* Look for the answer to the only request in flight, right here. Return NULL without an exception if it has not come. */
 static PyObject *answer_at_once(CallerObject *self, const struct request *r)
 {
     uint64_t bytes, all;
     struct exchange_stamp stamp;
-    if (!exchange_look(&self->exchange, self->exchange.results, r->began_ns, self->inline_ns) || self->over)
+    if (self->alone && atomic_exchange(&one_looks, true))
+        return NULL;
+    bool usable = exchange_look(&self->exchange, self->exchange.results, r->began_ns, self->inline_ns);
+    if (self->alone)
+        one_looks = false;
+    if (!usable || self->over)
         return NULL;
     struct ring *results = &self->exchange.results->ring;
     int known = exchange_peek(results, &self->exchange.table, &EXCHANGE_RESULT, &stamp, &bytes, &all);
@@ -19,8 +27,9 @@ static PyObject *answer_at_once(CallerObject *self, const struct request *r)
         return NULL;
     self->answers_at_once++;
     self->woken = 0;
-    spin_waited(&self->spin, self->inline_ns, false);
-    PyObject *value = exchange_value(&self->exchange, known), *answer = flight_answer(self, r, value, stamp.second, ring_now_ns());
+    int64_t now_ns = ring_now_ns();
+    spin_waited(&self->spin, self->alone ? now_ns - r->began_ns : self->inline_ns, false);
+    PyObject *value = exchange_value(&self->exchange, known), *answer = flight_answer(self, r, value, stamp.second, now_ns);
     Py_DECREF(value); /* the table holds it, and no Python code has run */
     return answer;
 }
@@ -61,8 +70,9 @@ static PyObject *request(CallerObject *self, PyObject *body, PyObject *settled, 
             Py_RETURN_NONE;
         r->captured_ns = captured;
     }
-    /* A caller that is alone waits right here. Suspending and resuming a task costs more time than many answers take. */
-    bool alone = !self->first && self->woken <= 1 && self->spin.brisk && now_ns < self->yield_by_ns;
+    /* A caller that is alone waits right here. Suspending and resuming a task costs more time than many answers take. Without a loop, a
+     * thread waits in any case. While recent waits were long, it looks in one of many. */
+    bool alone = !self->first && self->woken <= 1 && (self->alone ? spin_budget_ns(&self->spin) > 0 : self->spin.brisk && now_ns < self->yield_by_ns);
     self->woken -= self->woken > 0;
     bool sends = !self->unsent && self->in_flight < self->depth;
     struct exchange_stamp stamp = {self->last_identity + 1, (uint64_t)deadline_ns};

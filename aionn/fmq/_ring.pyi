@@ -4,7 +4,7 @@ Every method of `Ring` raises through the subclass's `_raise_refusal(code)`, for
 """
 
 from asyncio import Future
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, SupportsIndex, TypeAlias
 
 from numpy.typing import NDArray
@@ -21,6 +21,19 @@ LONGEST_KNOWN: int
 
 SOON: int
 """Bit of a request queue's event flag: a request will come soon. A driver's wake-up takes 40 to 70 us here, a copy of 1 MB 20 to 70."""
+
+def wait_for(fds: Sequence[int], until_ns: int, /) -> int:
+    """Sleep without the GIL until a descriptor can be read, or until it can be written if it is given as `~fd`.
+
+    A signal runs its Python handlers in the main thread. Their exceptions are raised here, and otherwise the sleep goes on.
+
+    Args:
+        fds: at most 64.
+        until_ns: in CLOCK_MONOTONIC. 0 means no end.
+
+    Returns:
+        One bit for each descriptor that is ready, from the lowest bit on. 0 when the time has come.
+    """
 
 class Ring:
     """One process's handle of one queue.
@@ -152,8 +165,8 @@ class Caller:
         depth: int,
         window_ns: int,
         calls: tuple[
-            Callable[[], Future[Any]],
-            Callable[[Callable[[], None]], object],
+            Callable[[], Any],
+            Callable[..., object] | None,
             Callable[[], None],
             Callable[[], None],
             Callable[[int], None],
@@ -172,7 +185,8 @@ class Caller:
             calls: the loop's `create_future` and `call_soon`, and four functions. The third one takes everything out of the result queue,
                 and calls `answered`. The fourth one is called when a request that waits cannot be sent. The fifth one gets the time at
                 which `late` must be called. The sixth one returns when the frame of a traced request was captured, or 0.
-                They must not raise.
+                They must not raise. In a thread without a loop, None stands for `call_soon`. A call then looks for its answer for up to
+                `inline_ns` without the GIL, if no other such call of the process looks, and leaves nothing to be done soon.
             counts: a slot of a statistics page (`aionn.pages.BurstSlot`).
             burst: names the burst in trace records.
             patience_ns: a request that is unanswered for longer is overdue; see `late`. 0: none ever is.

@@ -197,7 +197,7 @@ class FramePool:
     @property
     def size_bytes(self) -> int:
         """Bytes of all regions together."""
-        return sum(region.size_bytes for region in self.regions.values())
+        return sum([region.size_bytes for region in list(self.regions.values())])
 
     @property
     def used_last(self) -> MemoryFrame | None:

@@ -31,6 +31,7 @@ import errno
 import os
 import resource
 import socket
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -41,6 +42,7 @@ import msgspec
 
 from aionn import trace
 from aionn.errors import AionnError, CallerError, DeadlineError, ExecutionError, again
+from aionn.fmq.thread_waits import Loop
 from aionn.hal.types import ErrorStatus
 from aionn.memory.descriptors import check_description, check_reserved
 from aionn.memory.region import Access, MappingError, Region
@@ -48,6 +50,7 @@ from aionn.remote.calls import Fd, HalCall, LentMemory
 from aionn.remote.control import (
     HEADER,
     MAX_DESCRIPTORS,
+    Attach,
     CallMessage,
     Cancel,
     ControlError,
@@ -159,8 +162,9 @@ class ControlSocket:
         sock: socket.socket,
         on_message: Callable[[Message, Descriptors], None],
         on_end: Callable[[Exception | None], None],
+        loop: Loop | None = None,
     ) -> None:
-        self._loop = asyncio.get_running_loop()
+        self._loop = loop or asyncio.get_running_loop()
         sock.setblocking(False)
         self._socket = sock
         self._fd = sock.fileno()
@@ -170,6 +174,7 @@ class ControlSocket:
         self._received: deque[Descriptors] = deque()
         self._outgoing: deque[tuple[memoryview, tuple[int, ...]]] = deque()
         self._closed = False
+        self._sending = threading.Lock()
         self._loop.add_reader(self._fd, self._readable)
         leave_in_child(self)
 
@@ -178,26 +183,27 @@ class ControlSocket:
         return self._closed
 
     def post(self, message: Message) -> None:
-        """Send one message. The caller keeps owning its descriptors, and may close them when this returns.
+        """Send one message, from any thread. The caller keeps owning its descriptors, and may close them when this returns.
 
         Raises:
             CallerError: the message is larger than a frame may be.
             OSError: the descriptors cannot be sent (too many open files, here or on their way). Nothing was sent.
         """
         body, fds = encode(message)
-        if self._closed:
-            return
         frame = memoryview(body)
-        if self._outgoing:
-            self._outgoing.append((frame, duplicates(fds)))
-            return
-        sent = self._send(frame, fds)
-        if sent is None or sent == len(frame):
-            return
-        # The descriptors have left with the first byte, if any byte has left.
-        kept = duplicates(fds) if sent == 0 else ()
-        self._outgoing.append((frame[sent:], kept))
-        self._loop.add_writer(self._fd, self._writable)
+        with self._sending:
+            if self._closed:
+                return
+            if self._outgoing:
+                self._outgoing.append((frame, duplicates(fds)))
+                return
+            sent = self._send(frame, fds)
+            if sent is None or sent == len(frame):
+                return
+            # The descriptors have left with the first byte, if any byte has left.
+            kept = duplicates(fds) if sent == 0 else ()
+            self._outgoing.append((frame[sent:], kept))
+        self._loop.call_soon_threadsafe(self._watch_writable)
 
     def _send(self, frame: memoryview, fds: Sequence[int]) -> int | None:
         """Return how many bytes the socket took, or None if the peer has gone (the reading side reports that).
@@ -215,23 +221,34 @@ class ControlSocket:
                 return None
             raise
 
+    def _watch_writable(self) -> None:
+        if not self._closed:
+            self._loop.add_writer(self._fd, self._writable)
+
     def _writable(self) -> None:
+        with self._sending:
+            error = self._send_outgoing()
+        if error is not None:
+            self._ended_by_peer(error)  # the frames behind this one would arrive without it
+        elif not self._outgoing:
+            self._loop.remove_writer(self._fd)
+
+    def _send_outgoing(self) -> OSError | None:
         while self._outgoing:
             frame, fds = self._outgoing[0]
             try:
                 sent = self._send(frame, fds)
             except OSError as error:
-                self._ended_by_peer(error)  # the frames behind this one would arrive without it
-                return
+                return error
             if sent == 0:
-                return
+                return None
             for fd in fds:
                 os.close(fd)
             if sent is None or sent == len(frame):
                 self._outgoing.popleft()
             else:
                 self._outgoing[0] = (frame[sent:], ())
-        self._loop.remove_writer(self._fd)
+        return None
 
     def _readable(self) -> None:
         self.drain(_READS_PER_WAKE)
@@ -305,7 +322,8 @@ class ControlSocket:
             return
         self._loop.remove_reader(self._fd)
         self._loop.remove_writer(self._fd)
-        self.leave()
+        with self._sending:
+            self.leave()
 
     def leave(self) -> None:
         """Close what a child of fork may close. The loop still watches the parent's socket, so the child must not unregister it."""
@@ -356,6 +374,8 @@ class Connection:
         on_end: called when the socket has ended, with the error if the peer broke the protocol. The owner then calls `end`.
         on_greeting: called with `Ready` or `Refused`. It owns the descriptors.
         on_cancel: called with the id of a call for which the peer has stopped waiting.
+        on_attach: called with a message that brings one more client. It owns the descriptors.
+        loop: what it waits by, if that is not the running loop: a thread's waits.
     """
 
     def __init__(
@@ -365,8 +385,10 @@ class Connection:
         on_end: Callable[[Exception | None], None],
         on_greeting: Callable[[Ready | Refused, Descriptors], None] | None = None,
         on_cancel: Callable[[int], None] | None = None,
+        on_attach: Callable[[Attach, Descriptors], None] | None = None,
+        loop: Loop | None = None,
     ) -> None:
-        self._loop = asyncio.get_running_loop()
+        self._loop = loop or asyncio.get_running_loop()
         self._calls: dict[int, _Calling[Any]] = {}
         self._last_id = 0
         self._ended_by: BaseException | None = None
@@ -374,7 +396,8 @@ class Connection:
         self._on_call = on_call
         self._on_greeting = on_greeting
         self._on_cancel = on_cancel
-        self._channel = ControlSocket(sock, self._message, on_end)
+        self._on_attach = on_attach
+        self._channel = ControlSocket(sock, self._message, on_end, self._loop)
         leave_in_child(self)
 
     @property
@@ -498,6 +521,20 @@ class Connection:
         """Send the first frame of a driver. The caller keeps owning the descriptors."""
         self._channel.post(greeting)
 
+    def attach(self, prepared: int) -> socket.socket:
+        """Give the driver one more client, from any thread. Returns the client's socket, over which the driver greets it.
+
+        The driver closes the socket if it does not have the prepared model of that number any more.
+        """
+        ours, theirs = socket.socketpair()
+        try:
+            with theirs:
+                self._channel.post(Attach(Fd(theirs.fileno()), prepared))
+        except BaseException:
+            ours.close()
+            raise
+        return ours
+
     def when_ended(self, key: object, callback: Callable[[BaseException], None]) -> None:
         """Call `callback` at `end`, or now if the connection has ended. `cancel_when_ended(key)` cancels that."""
         if self._ended_by is not None:
@@ -567,6 +604,10 @@ class Connection:
             case Cancel(id=call_id):
                 if self._on_cancel is not None:
                     self._on_cancel(call_id)
+            case Attach():
+                if self._on_attach is None:
+                    raise ControlError("the driver sent a client, which only an app does")
+                self._on_attach(message, descriptors)
             case Ready() | Refused():
                 if self._on_greeting is None:
                     raise ControlError("the app sent a greeting, which only a driver sends")

@@ -39,7 +39,7 @@ from aionn.sandbox.report import Confinement
 
 A = TypeVar("A")
 
-PROTOCOL = 10
+PROTOCOL = 11
 """Grows with every change of a message. Two ends with different numbers refuse each other at once."""
 
 STACKS_SIGNAL = int(signal.SIGRTMIN) + 7
@@ -118,7 +118,23 @@ class Cancel(ControlMessage, frozen=True):
     id: int
 
 
-Message = CallMessage[Any] | Reply[Any] | Failed | Cancel | Ready | Refused
+class Attach(ControlMessage, frozen=True):
+    """A further client of the driver. It has no answer, but the driver greets the new client.
+
+    Attributes:
+        socket: the driver's end of the connection with the client.
+        prepared: the prepared model that the client gets, by its number with the client that sends this. The new client knows the model
+            as `ATTACHED`, and keeps it in the driver.
+    """
+
+    socket: Fd
+    prepared: int
+
+
+ATTACHED = 1
+"""The number of the prepared model that a client has from the beginning."""
+
+Message = CallMessage[Any] | Reply[Any] | Failed | Cancel | Attach | Ready | Refused
 
 
 def no_fd() -> Fd:
@@ -135,7 +151,7 @@ def _named(kind: type, value: object) -> Fd:
 
 
 _CALLS = tuple(HalCall.__subclasses__())
-_MESSAGES: Any = CallMessage[Union[_CALLS]] | Reply[msgspec.Raw] | Failed | Cancel | Ready | Refused  # type: ignore[valid-type]  # noqa: UP007
+_MESSAGES: Any = CallMessage[Union[_CALLS]] | Reply[msgspec.Raw] | Failed | Cancel | Attach | Ready | Refused  # type: ignore[valid-type]  # noqa: UP007
 _DECODER: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(_MESSAGES, dec_hook=_named)
 _ANSWER_DECODERS: dict[type[HalCall[Any]], msgspec.msgpack.Decoder[Any]] = {
     call: msgspec.msgpack.Decoder(get_args(call.__orig_bases__[0])[0], dec_hook=_named)  # type: ignore[attr-defined]

@@ -122,9 +122,11 @@ class RemoteDevice:
 
     `name` is the name under which the app asked for the device. The greeting has the engine's name.
     `restarted` is set when the app ends this driver by a restart.
+    `pidfd` returns a new descriptor of the driver process, or -1.
     """
 
-    def __init__(self, connection: Connection, ready: Ready, name: str | None = None) -> None:
+    def __init__(self, connection: Connection, ready: Ready, name: str | None = None, pidfd: Callable[[], int] = lambda: -1) -> None:
+        self.pidfd = pidfd
         self.connection = connection
         self.name = name or ready.name
         self.restarted = False

@@ -49,6 +49,7 @@ if TYPE_CHECKING:  # most apps make no stages, and start no executions
     from aionn.runtime.staging.stage import Stage, StagePolicy
     from aionn.runtime.staging.stages import Staging
     from aionn.runtime.staging.swapping import NewModel
+    from aionn.runtime.streaming.blocking import BlockingBurst
     from aionn.runtime.streaming.recovering import RecurrentStream
 
 _TRIALS = 16
@@ -381,6 +382,24 @@ class Compilation(AsyncOnly):
         from aionn.runtime.executing.warming import warm_up  # few bursts ask for it
 
         return Burst(connection, partial(warm_up, self._parts.kept_model, self._parts.arguments, 1))
+
+    def blocking(self, *, anticipate: bool = False, name: str | None = None) -> BlockingBurst:
+        """Return a burst for a thread without an event loop: `with compilation.blocking() as burst: burst.compute(...)`.
+
+        Any thread may make and use it. One thread at a time may use each, so open one for each thread. A call waits without the GIL and
+        without the runtime's loop. Only the start of a driver and the preparation of the model need the loop.
+
+        Args:
+            anticipate: as for `burst`.
+            name: as for `burst`.
+
+        Raises:
+            CallerError: as `burst`.
+        """
+        from aionn.runtime.streaming.blocking import blocking_burst  # most apps have a loop
+
+        self._parts.check_frames("a blocking burst")
+        return blocking_burst(self._parts.bursts, bool(anticipate), checked_name("blocking", name))
 
     def recurrent(
         self,

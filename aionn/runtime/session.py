@@ -61,7 +61,15 @@ class Session:
         Raises:
             CallerError: the runtime was closed, or this is another process or another event loop.
         """
-        if self._open and os.getpid() == self._pid and _get_running_loop() is self.loop:
+        if _get_running_loop() is self.loop and self._open and os.getpid() == self._pid:
+            return
+        self.check_process()
+        running_loop()  # raises if no loop runs
+        raise CallerError("this runtime belongs to another event loop; a runtime is used in the loop that opened it")
+
+    def check_process(self) -> None:
+        """Check as `check_open` does, for what may be done in any thread."""
+        if self._open and os.getpid() == self._pid:
             return
         if self.inherited:
             raise CallerError("this runtime belongs to the process that opened it, of which this one is a child; open one in this process")
@@ -70,8 +78,6 @@ class Session:
             if failure is not None:
                 raise CallerError(f"the runtime was ended by an internal error ({type(failure).__name__}); open a new one") from failure
             raise CallerError("the runtime is not open; use it inside `async with aionn.Runtime() as runtime`")
-        running_loop()  # raises if no loop runs
-        raise CallerError("this runtime belongs to another event loop; a runtime is used in the loop that opened it")
 
     def check_loop(self) -> None:
         """Check as `check_open` does, for what may still be done after the runtime was closed, such as closing."""

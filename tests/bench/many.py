@@ -8,6 +8,7 @@ Rows, one ratio or more each, with the bound that aionn means to reach. Ratios a
     N7        detector, Silero and low-priority work at once: each beside itself alone
     N8        a chain of two tiny models, in one driver and in two, beside two `compute`
     N9        a chain of preprocessing and detector, with an idle and with a busy loop, beside two `compute`
+    N10       the blocking face beside the awaited call, hot and at 31 calls a second
     N11       opening the 64th burst, and the memory that it adds
     N12       one active burst among 64 idle ones; 64 and 200 outputs held
 Contenders measure short segments in turn, unpinned. Times are microseconds from the moment when a frame is due. CPU is seconds per 10,000
@@ -23,7 +24,7 @@ from collections.abc import Awaitable, Callable
 
 import uvloop
 
-from tests.bench import many_chains, many_frames, many_streams
+from tests.bench import many_blocking, many_chains, many_frames, many_streams
 from tests.bench.machine import Others, machine_lines
 from tests.bench.real import INTERRUPTED
 from tests.bench.real_report import NotAvailableError, Options, Report
@@ -36,6 +37,7 @@ GROUPS: tuple[tuple[tuple[str, ...], Callable[[Report, Options], Awaitable[None]
     (("N7",), many_streams.mixed),
     (("N8",), many_chains.tiny),
     (("N9",), many_chains.detection),
+    (("N10",), many_blocking.blocking),
     (("N11",), many_frames.opening),
     (("N12",), many_frames.idle_and_held),
 )

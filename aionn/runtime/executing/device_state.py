@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import weakref
+from asyncio import _get_running_loop  # as in `burst`
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from math import prod
@@ -49,7 +50,9 @@ class Uses:
         self.filling = 0
         self.left_copies = 0
         self._caller_left = False
-        self._ended: asyncio.Event | None = None  # made by those who wait: at the end of most executions no caller does
+        self._ended: tuple[asyncio.Event, asyncio.AbstractEventLoop] | None = (
+            None  # made by those who wait: at the end of most executions no caller does
+        )
 
     @property
     def abandoned(self) -> bool:
@@ -84,14 +87,17 @@ class Uses:
     def notify(self) -> None:
         """Wake those who wait for the end of an execution or of a copy."""
         if self._ended is not None:
-            ended, self._ended = self._ended, None
-            ended.set()
+            (ended, loop), self._ended = self._ended, None
+            if _get_running_loop() is loop:
+                ended.set()
+            else:  # an execution of a blocking face has ended
+                call_soon_from_anywhere(loop, ended.set)
 
     async def next_end(self) -> None:
         """Return when an execution or a copy that uses it has ended."""
         if self._ended is None:
-            self._ended = asyncio.Event()
-        await self._ended.wait()
+            self._ended = asyncio.Event(), asyncio.get_running_loop()
+        await self._ended[0].wait()
 
 
 class DeviceState:

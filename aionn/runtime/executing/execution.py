@@ -20,7 +20,7 @@ Invariants
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 from weakref import WeakSet
 
 import msgspec
@@ -60,6 +60,8 @@ if TYPE_CHECKING:
     from aionn.runtime.serving.planned_execution import PlannedExecution
     from aionn.runtime.serving.planned_model import Prepared
 
+T = TypeVar("T")
+
 _NONE = ErrorStatus.NONE
 
 NO_ANSWER = "the driver's answer did not come"
@@ -81,6 +83,12 @@ class Channel(Protocol):
 
 Route = Callable[[int | None], Awaitable[Channel]]
 """Returns the channel to send over, by a deadline. It is the right one until the next await."""
+
+
+class InLoop(Protocol):
+    """Awaits a coroutine in the runtime's loop, from another thread, for so long."""
+
+    def __call__(self, work: Coroutine[Any, Any, T], deadline_ns: int | None) -> Awaitable[T]: ...
 
 
 class FallsBack(Protocol):
@@ -139,6 +147,8 @@ class Executor(msgspec.Struct, frozen=True):
         failures: errors that are counted as `failed`, as long as they live.
         fallback: gets calls that a driver has answered with an error, or None (`executing.fallback`).
         shown: under which texts the page shows `counts`. None for trials.
+        in_loop: awaits something of the runtime's loop, for executions in another thread, whose waits end at deadlines by themselves. None
+            where executions run in that loop.
     """
 
     arguments: Arguments
@@ -148,6 +158,11 @@ class Executor(msgspec.Struct, frozen=True):
     failures: WeakSet[BaseException] = msgspec.field(default_factory=WeakSet)
     fallback: FallsBack | None = None
     shown: Shown | None = None
+    in_loop: InLoop | None = None
+
+    def there(self, work: Coroutine[Any, Any, T]) -> Awaitable[T]:
+        """Return what awaits `work` in the runtime's loop."""
+        return work if self.in_loop is None else self.in_loop(work, None)
 
     def ended(self, error: BaseException) -> None:
         """Count a call that ended with an error, unless that was counted when the driver answered."""
@@ -282,7 +297,8 @@ class Execution:
             MemoryAllocationError: there is no memory for frames of these shapes.
             DriverDiedError, DriverHungError: the driver is gone. `DeviceMemoryLostError` where device memory went with it.
         """
-        return self._run(first) if self.call.options.deadline_ns is None else self._run_by_deadline(first)
+        bound = self.call.options.deadline_ns is not None and self.executor.in_loop is None
+        return self._run_by_deadline(first) if bound else self._run(first)
 
     async def _run_by_deadline(self, first: tuple[Channel, FrameLayout, Result] | None) -> Outputs:
         with ending_by(self.call.options.deadline_ns, NO_ANSWER):
@@ -357,7 +373,7 @@ class Execution:
             else:
                 return channel
             for state, advances in states.items():
-                await state.ready(advance=advances)
+                await self.executor.there(state.ready(advance=advances))
 
     def placed(
         self, model: PooledModel, prepared: Prepared, states: Mapping[DeviceState, bool]

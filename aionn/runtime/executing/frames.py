@@ -29,6 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aionn.errors import CallerError, DeadlineError, MemoryAllocationError, again
+from aionn.fmq.thread_waits import Loop, ThreadWaits, Timer, Waited
 from aionn.hal.types import IMemory
 from aionn.memory.pool import FramePool, FramesInFlightError, MemoryFrame
 from aionn.memory.region import Region
@@ -47,13 +48,19 @@ class Frames:
 
     Attributes:
         waiting: the callers that wait for a frame, by pool, those who came first first.
+        loop: what the callers wait by.
         on_gone: called with the slot of memory that the driver need not keep mapped.
     """
 
-    def __init__(self, in_flight: int) -> None:
-        """`in_flight`: so many frames of each size may be pinned while requests are in flight. The app may hold more."""
+    def __init__(self, in_flight: int, waits: ThreadWaits | None = None) -> None:
+        """
+        Args:
+            in_flight: so many frames of each size may be pinned while requests are in flight. The app may hold more.
+            waits: what its callers wait by, if that is not the running loop.
+        """
+        self.loop: Loop = waits or asyncio.get_running_loop()
         self._in_flight = in_flight
-        self.waiting: dict[FramePool, deque[asyncio.Future[MemoryFrame]]] = {}
+        self.waiting: dict[FramePool, deque[asyncio.Future[MemoryFrame] | Waited[MemoryFrame]]] = {}
         self._pools: dict[int, FramePool] = {}  # by the size of their frames, the least recently used first
         self._used: set[FramePool] = set()  # since the last growth
         self._regions: dict[int, Region] = {}
@@ -62,7 +69,7 @@ class Frames:
         self._undo: dict[int, Callable[[], None]] = {}
         self._last: tuple[FrameLayout, FramePool] | None = None
         self.on_gone: Callable[[int], None] | None = None
-        self._trimming: asyncio.TimerHandle | None = None
+        self._trimming: asyncio.TimerHandle | Timer | None = None
         self._closed = False
 
     def pool(self, layout: FrameLayout, between_bytes: int = 0) -> FramePool:
@@ -103,7 +110,7 @@ class Frames:
                 raise
             region = Region.allocate(size_bytes)
         if growing.frames >= self._in_flight and self._trimming is None:
-            self._trimming = asyncio.get_running_loop().call_later(TRIM_S, self._trim)
+            self._trimming = self.loop.call_later(TRIM_S, self._trim)
         return region, self._add(region)
 
     def _trim(self) -> None:
@@ -113,7 +120,7 @@ class Frames:
             for slot in pool.trim():
                 self._remove(slot)
         if any(pool.frames > self._in_flight and len(pool.regions) > 1 for pool in self._pools.values()):
-            self._trimming = asyncio.get_running_loop().call_later(TRIM_S, self._trim)
+            self._trimming = self.loop.call_later(TRIM_S, self._trim)
 
     def _remove(self, slot: int) -> None:
         """Forget a region. The driver need not keep it mapped."""
@@ -155,8 +162,8 @@ class Frames:
 
     async def wait(self, pool: FramePool, deadline_ns: int | None = None) -> MemoryFrame:
         """Wait for a frame that requests in flight will bring back; see `lease`."""
-        loop = asyncio.get_running_loop()
-        waiter: asyncio.Future[MemoryFrame] = loop.create_future()
+        loop = self.loop
+        waiter: asyncio.Future[MemoryFrame] | Waited[MemoryFrame] = loop.create_future()
         timer = None
         if (left_s := seconds_until(deadline_ns)) is not None:
             timer = loop.call_later(left_s, _fail_late, waiter)
@@ -186,7 +193,7 @@ class Frames:
                 waiter.set_exception(again(error))
             self._leave(pool, waiter)
 
-    def _leave(self, pool: FramePool, waiter: asyncio.Future[MemoryFrame]) -> None:
+    def _leave(self, pool: FramePool, waiter: asyncio.Future[MemoryFrame] | Waited[MemoryFrame]) -> None:
         waiting = self.waiting.get(pool)
         if waiting is not None and waiter in waiting:
             waiting.remove(waiter)
@@ -231,13 +238,22 @@ class Frames:
 
     def count(self) -> dict[str, int]:
         """Return frames, free, pinned and bytes over all pools."""
-        pools = self._pools.values()
+        pools = list(self._pools.values())  # at once, because the frames may be another thread's
         return {
             "frames": sum(pool.frames for pool in pools),
             "free_frames": sum(pool.free_frames for pool in pools),
             "pinned_frames": sum(pool.pinned_frames for pool in pools),
             "shared_bytes": sum(pool.size_bytes for pool in pools),
         }
+
+    def renew(self) -> None:
+        """Use new frames from now on. A driver may still write into the old ones, and its answers do not reach this process any more."""
+        for pool in self._pools.values():
+            for slot in pool.regions:
+                self._regions.pop(slot, None)
+            pool.close()
+        self._pools.clear()
+        self._used.clear()
 
     def close(self) -> None:
         self._closed = True
@@ -254,7 +270,7 @@ class Frames:
         self._regions.clear()
 
 
-def _fail_late(waiter: asyncio.Future[MemoryFrame]) -> None:
+def _fail_late(waiter: asyncio.Future[MemoryFrame] | Waited[MemoryFrame]) -> None:
     if not waiter.done():
         waiter.set_exception(DeadlineError("no frame was free by the deadline; too many requests are in flight, try again later"))
 

@@ -101,7 +101,7 @@ class Link:
         self._parts = parts
         self._compiled = compiled
         self._frames = frames
-        self._loop = asyncio.get_running_loop()
+        self._loop = frames.loop
         for part in parts:
             part.prepared.device.connection.when_ended(part.controller, partial(_driver_ended, serving, part.controller, in_flight))
 
@@ -256,7 +256,13 @@ class PlannedLink(Link):
             self._in_flight.end()
 
 
-async def open_link(serving: Serving, compiled: CompiledModel, frames: Frames, options: LinkOptions, counts: BurstSlot) -> Link:
+Reach = Callable[[RemotePreparedModel], Awaitable[RemotePreparedModel]]
+"""Returns a prepared model as a burst reaches it, if that is not over the connection of the runtime."""
+
+
+async def open_link(
+    serving: Serving, compiled: CompiledModel, frames: Frames, options: LinkOptions, counts: BurstSlot, reach: Reach | None = None
+) -> Link:
     """Connect to the drivers of `serving`. `counts`: what the burst's requests are counted in.
 
     Raises:
@@ -264,11 +270,11 @@ async def open_link(serving: Serving, compiled: CompiledModel, frames: Frames, o
     """
     prepared = serving.prepared
     if isinstance(prepared, RemotePreparedModel):
-        return Link(serving, [await _part(prepared, frames, options, counts)], compiled, frames)
+        return Link(serving, [await _part(prepared, frames, options, counts, reach)], compiled, frames)
     parts: list[DriverQueues] = []
     try:
         for step in prepared.steps:  # a request counts once
-            parts.append(await _part(step.prepared, frames, options, BurstSlot() if parts else counts))
+            parts.append(await _part(step.prepared, frames, options, BurstSlot() if parts else counts, reach))
     except BaseException:
         for part in parts:
             part.controller.end(CallerError("the burst could not be opened"))
@@ -295,8 +301,12 @@ async def _close_context(context: RemoteBurstContext) -> None:
         trace.count("burst.close_failed", reason=str(gone))
 
 
-async def _part(prepared: RemotePreparedModel, frames: Frames, options: LinkOptions, counts: BurstSlot) -> DriverQueues:
+async def _part(
+    prepared: RemotePreparedModel, frames: Frames, options: LinkOptions, counts: BurstSlot, reach: Reach | None
+) -> DriverQueues:
     """Connect to the driver of a prepared model, with queues that suit it."""
+    if reach is not None:
+        prepared = await reach(prepared)
     capacity = enough_datums((*prepared.inputs.values(), *prepared.outputs.values()), options.depth)
     requests = MessageQueue.create(DATUM_BYTES, capacity)
     try:
@@ -305,7 +315,13 @@ async def _part(prepared: RemotePreparedModel, frames: Frames, options: LinkOpti
         requests.close()
         raise
     controller = ExecutionBurstController(
-        requests, results, depth=options.depth, low_power=options.low_power, patience_s=options.patience_s, counts=counts
+        requests,
+        results,
+        depth=options.depth,
+        low_power=options.low_power,
+        patience_s=options.patience_s,
+        counts=counts,
+        loop=frames.loop,
     )
     try:
         context = await prepared.configure_execution_burst(frames, requests.descriptor(), results.descriptor(), options.anticipate)

@@ -181,6 +181,14 @@ class KeptModel:
             CallerError: it, or the runtime, has been closed; or this is another process or another event loop.
         """
         self.session.check_open()
+        self.check_not_closed()
+
+    def check_not_closed(self) -> None:
+        """Return if the compilation has not been closed. Any thread may ask.
+
+        Raises:
+            CallerError: it has.
+        """
         if self.compiled.closed:
             raise CallerError("this compilation has been closed; compile the model again")
 

@@ -96,6 +96,18 @@ class Child:
         self.end()
         return True
 
+    def pidfd(self) -> int:
+        """Return a duplicate of the pidfd, in any thread. Returns -1 if the process has ended."""
+        fd = self._pidfd
+        try:
+            found = os.dup(fd)
+        except OSError:
+            return -1
+        if fd != self._pidfd:  # it was closed meanwhile, and its number may be another descriptor's
+            os.close(found)
+            return -1
+        return found
+
     def block_until_ended(self, seconds: float) -> None:
         """Wait for the end in this thread. The loop stands still meanwhile."""
         if self._pidfd >= 0:

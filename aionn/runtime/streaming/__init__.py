@@ -1,6 +1,7 @@
 """Bursts as an app uses them.
 
 burst       `Burst`: a stream of executions to one driver. Its usual frame is one native call
+blocking    `BlockingBurst`: a burst for threads that run no event loop
 frame       `Frame`: shared memory for one request's inputs, to be written in place
 item        `Item`: one frame of a stream's source with a tag, and `Entry`, what a running stream makes of it
 source      the thread that iterates a source which may block

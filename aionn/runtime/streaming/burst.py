@@ -62,7 +62,7 @@ class Burst(AsyncOnly):
         """`warm_up`: runs the model when the burst is opened, before its first frame."""
         self._warm_up = warm_up
         self._connection = connection
-        self._loop = connection.session.loop
+        self._loop = None if connection.in_threads else connection.session.loop
         self._executor = connection.executor
         self._counts = connection.executor.counts
 
@@ -154,7 +154,7 @@ class Burst(AsyncOnly):
             return await retried(self.compute, inputs, outputs, measure_timing, timeout_s, retry, placed_in(inputs))
         try:
             if _get_running_loop() is not self._loop:
-                self._connection.session.check_open()  # it says what is wrong
+                self._connection.check_here()
             deadline_ns = None if timeout_s is None else deadline_of(timeout_s)
             layout, pool, link = self._connection.usual
             if layout is not None and layout.input_bytes >= LARGE_BYTES:

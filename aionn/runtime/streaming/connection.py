@@ -23,6 +23,7 @@ import anyio
 from aionn import trace
 from aionn.errors import AionnError, CallerError, DeadlineError, again
 from aionn.events import DropsSummary
+from aionn.fmq.thread_waits import ThreadWaits
 from aionn.hal.types import ExecutionPreference
 from aionn.memory.pool import FramePool, MemoryFrame
 from aionn.pages.app_layout import ANSWERED, CONNECTIONS, DROPPED, SENT, Kind
@@ -55,9 +56,11 @@ class BurstConnection:
         link: to the driver that serves; None before the first.
         usual: layout, frames and link of the request before, while the next one may take the short way. Mostly it has the same shapes.
         when_closed: called when the burst is closed: its streams end.
+        in_threads: whether it is used in threads, and not in the runtime's loop.
     """
 
     needs_gap = False
+    in_threads = False
 
     def __init__(self, kept_model: KeptModel, executor: Executor, options: LinkOptions) -> None:
         self._kept_model = kept_model
@@ -74,7 +77,9 @@ class BurstConnection:
         self._failures = 0
         self._failure: AionnError | None = None
         self._held: list[Link] = []
-        self._finalizer = weakref.finalize(self, call_soon_from_anywhere, self.session.loop, release, executor.frames, self._held)
+        self._finalizer: weakref.finalize[Any, Any] = weakref.finalize(
+            self, call_soon_from_anywhere, self.session.loop, release, executor.frames, self._held
+        )
         self._finalizer.atexit = False
 
     # --- opening and closing -------------------------------------------------------------------------------------------
@@ -99,6 +104,10 @@ class BurstConnection:
     def closed(self) -> bool:
         """Whether the burst was closed, or is not open yet."""
         return not self._open
+
+    def check_here(self) -> None:
+        """Say what is wrong with a call that does not come in the runtime's loop, or return."""
+        self.session.check_open()
 
     def check_open(self) -> None:
         """Return if the burst may be used.
@@ -313,32 +322,40 @@ class Connections:
             self._bursts.remove(one)
             del self._seen[id(one[1])]
 
-    def executor(self, in_flight: int, kind: Kind = Kind.SINGLE, burst: str = "") -> Executor:
+    def executor(self, in_flight: int, kind: Kind = Kind.SINGLE, burst: str = "", waits: ThreadWaits | None = None) -> Executor:
         """Return what the app's executions over one burst have in common.
 
         Args:
             in_flight: so many frames of each size may be pinned.
             kind: what the page shows it as. burst: its name.
+            waits: what its callers wait by, if that is not the runtime's loop.
         """
         kept_model = self.kept_model
         serving, device = kept_model.compiled.serving, kept_model.device
         now = device, device if serving is None else serving.stage
         shown = Shown(kept_model.session.record, kind, self._slot, kept_model.record.name, now, burst)
-        return Executor(self.arguments, Frames(in_flight), kept_model.compiled, shown.counts, fallback=self._fallback, shown=shown)
+        return Executor(self.arguments, Frames(in_flight, waits), kept_model.compiled, shown.counts, fallback=self._fallback, shown=shown)
 
     def new(self, depth: int, anticipate: bool = False, name: str | None = None) -> BurstConnection:
         """Return the connection of a new burst, not yet open. Its queues suit the model.
 
         `name`: of a burst of the app, perhaps empty. None for the burst behind `Compilation.compute`.
         """
+        options = self.options(depth, anticipate, name or "")
+        executor = self.executor(depth + 1, Kind.SINGLE if name is None else Kind.BURST, name or "")
+        connection = BurstConnection(self.kept_model, executor, options)
+        self.add(connection, options)
+        return connection
+
+    def options(self, depth: int, anticipate: bool, name: str) -> LinkOptions:
+        """Return how a burst of this model is connected."""
         low_power = self.kept_model.request.options.preference is ExecutionPreference.LOW_POWER
         patience_s = (self.kept_model.session.devices.settings.hang_s or DEFAULT_HANG_S) + _AFTER_A_VERDICT_S
-        options = LinkOptions(depth, low_power, patience_s, anticipate, name or "")
-        connection = BurstConnection(
-            self.kept_model, self.executor(depth + 1, Kind.SINGLE if name is None else Kind.BURST, name or ""), options
-        )
-        self._bursts.append((name or "", connection.executor.counts, weakref.ref(connection)))
-        return connection
+        return LinkOptions(depth, low_power, patience_s, anticipate, name)
+
+    def add(self, connection: BurstConnection, options: LinkOptions) -> None:
+        """Know a new connection, which any thread may have made."""
+        self._bursts.append((options.name, connection.executor.counts, weakref.ref(connection)))
 
     def close(self) -> None:
         """Take the compilation off the app's statistics page."""

@@ -1,0 +1,161 @@
+"""`AttachedDriver`: a driver as one more client of it sees it, over a connection of that client's.
+
+The runtime's connection to the driver introduces the client (`Connection.attach`), from any thread. From then on the two connections
+share only the end of the driver. The runtime knows best why a driver has ended, so the client waits a moment for the runtime's error. If
+the runtime's loop does not run, the client finds the end by the driver's pidfd and by the end of its socket.
+
+Invariants
+    `connection` ends when the driver has ended, at most `PATIENCE_S` after its socket or its pidfd has said so.
+    The runtime's connection holds this object by its key, and never what waits for it.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from typing import Any
+
+from aionn.errors import CallerError, DeadlineError, DriverDiedError, ExecutionError, again
+from aionn.fmq.thread_waits import ThreadWaits, Timer, completed
+from aionn.hal.types import ErrorStatus
+from aionn.hal.values import as_messages
+from aionn.remote.calls import HalCall, LogLine, Prepared
+from aionn.remote.connection import Connection, Descriptors
+from aionn.remote.control import ATTACHED, ControlError, Ready, Refused, error_of
+from aionn.remote.device import RemoteDevice, RemotePreparedModel
+from aionn.tasks import leave_in_child, seconds_until
+
+PATIENCE_S = 0.05
+"""How long the runtime's reason for the end of a driver is waited for."""
+
+GREETING_S = 10.0
+"""A driver that lives greets a new client within this time, unless it hangs."""
+
+
+class ModelGoneError(ExecutionError):
+    """The driver did not have the prepared model any more when the client came."""
+
+
+class AttachedDriver:
+    """One client's connection to a driver, with one prepared model that the runtime has prepared there.
+
+    Attributes:
+        connection: of this client.
+        prepared: the prepared model as this client reaches it. Set by `open`.
+    """
+
+    prepared: RemotePreparedModel
+
+    def __init__(self, model: RemotePreparedModel, waits: ThreadWaits, *, alone: bool) -> None:
+        """`alone`: do not wait for the runtime's reason, because its loop cannot run meanwhile."""
+        self._model = model
+        self._waits = waits
+        self._alone = alone
+        self._device: RemoteDevice | None = None
+        self._greeting = waits.create_future()
+        self._timer: Timer | None = None
+        self._main = main = model.device.connection
+        self.connection = Connection(main.attach(model.number), self._call, self._socket_ended, self._greeted, loop=waits)
+        self._pidfd = model.device.pidfd()
+        leave_in_child(self)
+        if self._pidfd >= 0:
+            waits.add_reader(self._pidfd, self._process_ended)
+        main.when_ended(self, partial(waits.call_soon_threadsafe, self.end))
+        if main.ended_by is not None:  # it ended while the other thread did that
+            self.end(main.ended_by)
+
+    async def open(self, deadline_ns: int | None) -> RemotePreparedModel:
+        """Return the prepared model, once the driver has greeted.
+
+        Raises:
+            ModelGoneError: the driver has freed it meanwhile.
+            DeadlineError: the driver did not greet in time.
+            AionnError: the driver has ended.
+        """
+        late = self._waits.call_later(GREETING_S, self._late)
+        by = None if deadline_ns is None else self._waits.call_later(seconds_until(deadline_ns), self._late)
+        try:
+            ready: Ready = await self._greeting
+        finally:
+            late.cancel()
+            if by is not None:
+                by.cancel()
+        self._device = RemoteDevice(self.connection, ready, self._model.device.name)
+        operands = as_messages(self._model.inputs), as_messages(self._model.outputs)
+        self.prepared = RemotePreparedModel(self._device, Prepared(ATTACHED, *operands))
+        return self.prepared
+
+    def _late(self) -> None:
+        self._greeting.set_exception(
+            DeadlineError("the driver did not accept a connection by the deadline; it may still be busy", transient=True)
+        )
+
+    def _greeted(self, greeting: Ready | Refused, descriptors: Descriptors) -> None:
+        descriptors.close()
+        if isinstance(greeting, Refused):
+            self._greeting.set_exception(error_of(greeting.failure))
+        else:
+            self._greeting.set_result(greeting)
+
+    def _call(self, call_id: int, body: HalCall[Any], descriptors: Descriptors) -> None:
+        if self._device is None:
+            raise CallerError("a driver may call only after it has greeted")
+        if isinstance(body, LogLine):
+            descriptors.close()
+            self._device.log(call_id, body)
+        else:
+            completed(self._device.answer(call_id, body, descriptors))
+
+    # --- the end -------------------------------------------------------------------------------------------------------
+
+    def _socket_ended(self, error: Exception | None) -> None:
+        if error is not None:
+            self.end(error if isinstance(error, ControlError) else ControlError(f"the connection to the driver failed: {error}"))
+        else:
+            self._end_within(PATIENCE_S)  # the socket of a process that dies ends before the process does
+
+    def _process_ended(self) -> None:
+        self._waits.remove_reader(self._pidfd)
+        self.connection.drain()
+        self._end_within(0.0 if self._alone else PATIENCE_S)
+
+    def _end_within(self, seconds: float) -> None:
+        """Wait a moment for the runtime's reason, because the driver has ended, or has closed this connection."""
+        if self._timer is not None:
+            self._timer.cancel()
+        if self.connection.ended_by is None:
+            self._timer = self._waits.call_later(seconds, self._end_alone)
+
+    def _end_alone(self) -> None:
+        if self._main.ended_by is not None:
+            self.end(again(self._main.ended_by))
+            return
+        name, code = self._model.device.name, None
+        try:
+            status = os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED | os.WNOHANG | os.WNOWAIT) if self._pidfd >= 0 else None
+            if status is None:
+                why = f"device {name!r} has closed its connection to this burst; the next call connects anew"
+                self._greeting.set_exception(ModelGoneError(why, status=ErrorStatus.DEVICE_UNAVAILABLE))
+                self.end(ExecutionError(why, status=ErrorStatus.DEVICE_UNAVAILABLE))
+                return
+            code = status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
+        except ChildProcessError:
+            pass  # the runtime has reaped it and says so soon, or it is another process's child
+        self.end(DriverDiedError(name, code))
+
+    def end(self, error: BaseException) -> None:
+        """End the connection. Calls that wait get `error`. The driver frees everything of this client."""
+        self._main.cancel_when_ended(self)
+        self.connection.end(error)
+        self._greeting.set_exception(again(error))
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._pidfd >= 0:
+            self._waits.remove_reader(self._pidfd)
+        self.leave()
+
+    def leave(self) -> None:
+        """Close the pidfd, also in a child of fork: the process is the parent's."""
+        fd, self._pidfd = self._pidfd, -1
+        if fd >= 0:
+            os.close(fd)

@@ -1,0 +1,435 @@
+"""`BlockingBurst`: a thread without an event loop calls as a task does, with the same results, errors and ends."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import anyio
+import anyio.to_thread
+import numpy as np
+import pytest
+from anyio.from_thread import BlockingPortal, start_blocking_portal
+from numpy.typing import NDArray
+
+import aionn
+from aionn.testing import FakeDevice, identity_model
+from tests.journeys.silero import Directly, assert_same, still, windows
+from tests.leaks import driver_pids, ended, leak_check
+
+pytestmark = pytest.mark.anyio
+
+T = TypeVar("T")
+SHAPE = (1, 16)
+
+
+def of(number: float) -> dict[str, NDArray[np.float32]]:
+    return {"input": np.full(SHAPE, number, np.float32)}
+
+
+def right(burst: aionn.BlockingBurst, number: float, **how: Any) -> None:
+    assert (burst.compute(of(number), **how)["input_out"] == number).all()
+
+
+async def in_thread(act: Callable[..., T], *arguments: Any) -> T:
+    with anyio.fail_after(60):
+        return await anyio.to_thread.run_sync(partial(act, *arguments), abandon_on_cancel=True)
+
+
+def outcome(act: Callable[..., Any], *arguments: Any) -> Any:
+    """What the call returns, or the error that it raises."""
+    try:
+        return act(*arguments)
+    except BaseException as error:
+        return error
+
+
+class Caller:
+    """A thread that makes one call."""
+
+    def __init__(self, act: Callable[..., Any], *arguments: Any) -> None:
+        self._outcome: Any = None
+        self._thread = threading.Thread(target=self._run, args=(act, arguments))
+        self._thread.start()
+
+    def _run(self, act: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+        self._outcome = outcome(act, *arguments)
+
+    async def outcome(self) -> Any:
+        await in_thread(self._thread.join)
+        return vars(self).pop("_outcome")  # arrays that are held keep memory
+
+
+async def opened(compilation: aionn.Compilation, **how: Any) -> aionn.BlockingBurst:
+    burst = compilation.blocking(**how)
+    return await in_thread(burst.__enter__)
+
+
+async def compiled(runtime: aionn.Runtime, fake: FakeDevice) -> aionn.Compilation:
+    return await runtime.compile(aionn.Model.from_onnx(identity_model()), devices=(fake.name,))
+
+
+async def test_a_thread_gets_what_a_task_gets(silero_path: Path) -> None:
+    inputs = {"input": next(windows(1)), "state": still()}
+    expected = Directly(silero_path).run(inputs)
+    model = aionn.Model.from_onnx(silero_path)
+    async with leak_check(), aionn.Runtime() as runtime:
+        compilation = await runtime.compile(model, devices=("onnxruntime",))
+
+        def work() -> dict[str, int]:
+            with compilation.blocking(name="door") as burst:
+                for _ in range(20):
+                    found = burst.compute(inputs)
+                    assert_same(found, expected)
+                timed = burst.compute(inputs, measure_timing=True)
+                assert timed.timing is not None
+                assert timed.device == "onnxruntime"
+                return burst.statistics()
+
+        counts = await in_thread(work)
+        assert (counts["computed"], counts["connections"], counts["failed"], counts["in_flight"]) == (21, 1, 0, 0)
+
+
+async def test_a_large_input_and_a_model_of_open_shapes_go_the_same_way() -> None:
+    model = aionn.Model.from_onnx(identity_model({"x": ("rows", 1024)}))
+    async with leak_check(), aionn.Runtime() as runtime:
+        compilation = await runtime.compile(model, devices=("onnxruntime",))
+
+        def work() -> None:
+            with compilation.blocking() as burst:
+                for rows in (1, 300, 2, 300, 300, 7):
+                    found = burst.compute({"x": np.full((rows, 1024), rows, np.float32)})["x_out"]
+                    assert found.shape == (rows, 1024)
+                    assert (found == rows).all()
+
+        await in_thread(work)
+
+
+async def test_outputs_that_do_not_fit_are_made_again_with_more_room() -> None:
+    from tests.conformance.decoders import PAST, VOCABULARY, decoder  # its past grows
+
+    model = aionn.Model.from_onnx(decoder())
+    async with leak_check(), aionn.Runtime() as runtime:
+        compilation = await runtime.compile(model, devices=("onnxruntime",))
+        states: dict[str, Any] = {name: np.zeros((1, 2, 0, 8), np.float32) for name in PAST}
+
+        def work() -> list[Any]:
+            with compilation.blocking() as burst:
+                return [burst.compute({"input_ids": np.full((1, n), 3, np.int64), **states})["logits"].copy() for n in (1, 200, 1, 999)]
+
+        found = await in_thread(work)
+        assert [logits.shape for logits in found] == [(1, n, VOCABULARY) for n in (1, 200, 1, 999)]
+        async with compilation.burst() as burst:
+            for logits, n in zip(found, (1, 200, 1, 999), strict=True):
+                expected = (await burst.compute({"input_ids": np.full((1, n), 3, np.int64), **states}))["logits"].copy()
+                np.testing.assert_allclose(logits, expected, atol=1e-5)
+
+
+async def test_a_state_stays_in_the_driver(silero_path: Path) -> None:
+    expected = Directly(silero_path).stream(20)
+    model = aionn.Model.from_onnx(silero_path)
+    async with leak_check(), aionn.Runtime() as runtime:
+        compilation = await runtime.compile(model, devices=("onnxruntime",))
+        async with await compilation.allocate(inputs=("state",), outputs=("stateN",)) as state:
+            await state.reset()
+
+            def work() -> None:
+                with compilation.blocking() as burst:
+                    for window, right in zip(windows(20), expected, strict=True):
+                        found = burst.compute({"input": window, "state": state}, outputs={"stateN": state})
+                        np.testing.assert_allclose(found["output"], right["output"], atol=1e-6)
+
+            await in_thread(work)
+            np.testing.assert_allclose(await state.snapshot(), expected[-1]["stateN"], atol=1e-6)
+
+
+async def test_a_client_may_not_use_the_buffers_of_a_client_that_it_did_not_bring(fake: FakeDevice) -> None:
+    async with leak_check(), aionn.Runtime() as runtime:
+        compilation = await compiled(runtime, fake)
+        state = await compilation.allocate(inputs=("input",), outputs=("input_out",))
+        await state.reset()
+        burst = await opened(compilation)
+        state._state.buffers.front.token += 1000
+        try:
+            found = await in_thread(outcome, burst.compute, {"input": state})
+        finally:
+            state._state.buffers.front.token -= 1000
+        assert isinstance(found, aionn.CallerError)
+        assert "names no device buffer of this client" in str(found)
+        await in_thread(right, burst, 2)
+        burst.close()
+        await state.aclose()
+
+
+async def test_a_driver_that_is_killed_ends_the_call_and_the_next_one_starts_another(fake: FakeDevice) -> None:
+    async with leak_check(), aionn.Runtime() as runtime:
+        compilation = await compiled(runtime, fake)
+        burst = await opened(compilation)
+        await in_thread(right, burst, 1)
+        fake.hang()
+        call = Caller(burst.compute, of(2))
+        pid = await fake.heard("run")
+        fake.behave()
+        os.kill(pid, signal.SIGKILL)
+        error = await call.outcome()
+        assert isinstance(error, aionn.DriverDiedError)
+        assert (error.device, error.exit_code) == (fake.name, -signal.SIGKILL)
+        await in_thread(right, burst, 3)
+        assert burst.statistics()["connections"] == 2
+        fake.crash()
+        assert isinstance(await in_thread(outcome, burst.compute, of(4)), aionn.DriverDiedError)
+        fake.crash()
+        call = Caller(partial(burst.compute, of(5), retry=1))
+        await fake.heard("run")
+        fake.behave()
+        assert (np.asarray((await call.outcome())["input_out"]) == 5).all()
+        burst.close()
+
+
+async def test_a_driver_that_hangs_is_judged_as_for_tasks(fake: FakeDevice) -> None:
+    async with leak_check(), aionn.Runtime(hang_s=0.5) as runtime:
+        burst = await opened(await compiled(runtime, fake))
+        fake.hang(with_gil=True)
+        error = await in_thread(outcome, burst.compute, of(1))
+        assert isinstance(error, aionn.DriverHungError)
+        fake.behave()
+        await in_thread(right, burst, 2)
+        burst.close()
+
+
+async def test_a_deadline_ends_one_call_and_the_next_ones_are_right(fake: FakeDevice) -> None:
+    async with leak_check(), aionn.Runtime() as runtime:
+        burst = await opened(await compiled(runtime, fake))
+        await in_thread(right, burst, 1)
+        fake.hang()
+        for number in range(6):  # more than may be in flight
+            error = await in_thread(partial(outcome, partial(burst.compute, of(number), timeout_s=0.05)))
+            assert isinstance(error, aionn.DeadlineError)
+        fake.behave()
+        for number in range(10, 20):
+            await in_thread(right, burst, number)
+        assert burst.statistics()["pinned_frames"] == 0
+        burst.close()
+
+
+async def test_closing_from_another_thread_ends_the_call(fake: FakeDevice) -> None:
+    async with leak_check(), aionn.Runtime() as runtime:
+        burst = await opened(await compiled(runtime, fake))
+        await in_thread(right, burst, 1)
+        fake.hang()
+        call = Caller(burst.compute, of(2))
+        await fake.heard("run")
+        burst.close()
+        error = await call.outcome()
+        assert isinstance(error, aionn.CallerError)
+        assert "was closed while this call waited" in str(error)
+        assert isinstance(await in_thread(outcome, burst.compute, of(3)), aionn.CallerError)
+        fake.behave()
+
+
+async def test_a_second_thread_is_refused(fake: FakeDevice) -> None:
+    async with leak_check(), aionn.Runtime() as runtime:
+        burst = await opened(await compiled(runtime, fake))
+        fake.hang()
+        call = Caller(burst.compute, of(1))
+        await fake.heard("run")
+        error = await in_thread(outcome, burst.compute, of(2))
+        assert isinstance(error, aionn.CallerError)
+        assert "one thread at a time" in str(error)
+        fake.behave()
+        assert ((await call.outcome())["input_out"] == 1).all()
+        burst.close()
+
+
+@pytest.mark.parametrize("what", ["runtime", "compilation"])
+async def test_closing_what_it_belongs_to_ends_the_call(what: str, fake: FakeDevice) -> None:
+    async with leak_check(), aionn.Runtime() as runtime:
+        compilation = await compiled(runtime, fake)
+        burst = await opened(compilation)
+        fake.hang()
+        call = Caller(burst.compute, of(1))
+        await fake.heard("run")
+        await (runtime if what == "runtime" else compilation).aclose()
+        error = await call.outcome()
+        assert isinstance(error, aionn.CallerError)
+        assert "closed" in str(error)
+        fake.behave()
+        assert isinstance(await in_thread(outcome, burst.compute, of(2)), aionn.CallerError)
+        assert isinstance(await in_thread(outcome, compilation.blocking().__enter__), aionn.CallerError)
+
+
+async def test_the_thread_of_the_loop_may_call_as_long_as_the_loop_is_not_needed(fake: FakeDevice) -> None:
+    async with leak_check(), aionn.Runtime() as runtime:
+        compilation = await compiled(runtime, fake)
+        with compilation.blocking() as burst:
+            right(burst, 1)
+            right(burst, 2)
+            (pid,) = driver_pids()
+            os.kill(pid, signal.SIGKILL)
+            with pytest.raises(aionn.DriverDiedError) as caught:
+                while True:
+                    right(burst, 3)
+            assert caught.value.exit_code == -signal.SIGKILL
+            assert await ended(pid, 30)
+            with pytest.raises(aionn.CallerError, match="needs the runtime's event loop, to start a driver"):
+                right(burst, 4)
+            await compilation.compute(of(5))
+            right(burst, 6)
+
+
+async def test_the_loop_goes_on_while_threads_wait_and_each_face_gets_its_own_answers(fake: FakeDevice) -> None:
+    async with leak_check(), aionn.Runtime() as runtime:
+        compilation = await compiled(runtime, fake)
+
+        def work(thread: int) -> None:
+            with compilation.blocking() as burst:
+                for number in range(40):
+                    right(burst, thread * 1000 + number)
+
+        async with anyio.create_task_group() as threads:
+            for thread in range(8):
+                threads.start_soon(in_thread, work, thread)
+            for number in range(40):
+                assert ((await compilation.compute(of(number)))["input_out"] == number).all()
+
+
+async def test_an_engines_error_is_raised(fake: FakeDevice) -> None:
+    async with leak_check(), aionn.Runtime() as runtime:
+        burst = await opened(await compiled(runtime, fake))
+        fake.fail("no luck")
+        error = await in_thread(outcome, burst.compute, of(1))
+        assert isinstance(error, aionn.ExecutionError)
+        assert "no luck" in str(error)
+        fake.behave()
+        await in_thread(right, burst, 2)
+        error = await in_thread(outcome, burst.compute, {"input": np.zeros((1, 16))})
+        assert isinstance(error, aionn.CallerError)
+        assert "dtype" in str(error)
+        assert burst.statistics()["failed"] == 1
+        burst.close()
+
+
+async def test_a_swap_reaches_an_open_burst() -> None:
+    from onnx import TensorProto, helper, numpy_helper
+
+    def times(factor: float) -> aionn.Model:
+        x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, SHAPE) for name in ("input", "input_out"))
+        weight = numpy_helper.from_array(np.array(factor, np.float32), "w")
+        graph = helper.make_graph([helper.make_node("Mul", ["input", "w"], ["input_out"])], "times", [x], [y], [weight])
+        made = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
+        return aionn.Model.from_onnx(made.SerializeToString())
+
+    async with leak_check(), aionn.Runtime() as runtime:
+        compilation = await runtime.compile(times(2), devices=("onnxruntime",))
+        burst = await opened(compilation)
+        for factor in (3, 4, 5):
+            for number in (1, 7):
+                assert ((await in_thread(burst.compute, of(number)))["input_out"] == number * (factor - 1)).all()
+            await runtime.swap(compilation, times(factor))
+            assert ((await in_thread(burst.compute, of(3)))["input_out"] == 3 * factor).all()
+        burst.close()
+
+
+async def test_memory_is_given_back_while_it_is_not_used_and_the_next_call_loads_again(fake: FakeDevice) -> None:
+    async with leak_check(), aionn.Runtime() as runtime:
+        model = aionn.Model.from_onnx(identity_model())
+        compilation = await runtime.compile(model, devices=(fake.name,), idle_s=0.05)
+        burst = await opened(compilation)
+        for number in range(3):
+            await in_thread(right, burst, number)
+            with anyio.fail_after(30):
+                while driver_pids():
+                    await anyio.lowlevel.checkpoint()
+        burst.close()
+
+
+async def test_a_burst_that_the_app_drops_is_closed(fake: FakeDevice) -> None:
+    async with leak_check(), aionn.Runtime() as runtime:
+        compilation = await compiled(runtime, fake)
+        async with leak_check():
+            burst = await opened(compilation)
+            await in_thread(right, burst, 1)
+            gone = weakref.ref(burst)
+            del burst
+            with anyio.fail_after(30):
+                while gone() is not None:
+                    gc.collect()
+                    await anyio.sleep(0.001)  # a thread of the pool may hold it for a moment
+
+
+@contextmanager
+def in_the_main_thread(fake: FakeDevice) -> Iterator[tuple[BlockingPortal, aionn.Compilation]]:
+    """A runtime whose loop runs in another thread."""
+    with (
+        leak_check(),
+        start_blocking_portal("asyncio", {"use_uvloop": True}) as portal,
+        portal.wrap_async_context_manager(aionn.Runtime()) as runtime,
+    ):
+        yield portal, portal.call(compiled, runtime, fake)
+
+
+def test_ctrl_c_ends_a_call_of_the_main_thread_and_the_burst_stays_usable(fake: FakeDevice) -> None:
+    with in_the_main_thread(fake) as (portal, compilation), compilation.blocking() as burst:
+        right(burst, 1)
+        fake.hang()
+
+        def interrupt() -> None:
+            portal.call(fake.heard, "run")
+            os.kill(os.getpid(), signal.SIGINT)
+
+        thread = threading.Thread(target=interrupt)
+        thread.start()
+        with pytest.raises(KeyboardInterrupt):
+            burst.compute(of(2))
+        thread.join()
+        fake.behave()
+        right(burst, 3)
+        assert burst.statistics()["pinned_frames"] == 0
+
+
+def test_a_handler_of_a_signal_runs_while_a_call_waits_and_may_close_the_burst(fake: FakeDevice) -> None:
+    with in_the_main_thread(fake) as (portal, compilation):
+        burst = compilation.blocking().__enter__()
+        fake.hang()
+        refused: list[Any] = []
+
+        def handle(*_: object) -> None:
+            refused.append(outcome(burst.compute, of(9)))
+            burst.close()
+
+        def interrupt() -> None:
+            portal.call(fake.heard, "run")
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+        before = signal.signal(signal.SIGUSR1, handle)
+        try:
+            thread = threading.Thread(target=interrupt)
+            thread.start()
+            with pytest.raises(aionn.CallerError, match="was closed while this call waited"):
+                burst.compute(of(2))
+            thread.join()
+        finally:
+            signal.signal(signal.SIGUSR1, before)
+        assert isinstance(refused[0], aionn.CallerError)
+        fake.behave()
+
+
+@pytest.mark.own_process
+def test_a_child_of_fork_is_refused_and_its_parent_goes_on(fake: FakeDevice) -> None:
+    with in_the_main_thread(fake) as (_, compilation), compilation.blocking() as burst:
+        right(burst, 1)
+        pid = os.fork()
+        if not pid:
+            error = outcome(burst.compute, of(2))
+            burst.close()
+            os._exit(0 if isinstance(error, aionn.CallerError) and "belongs to the process that opened it" in str(error) else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        right(burst, 3)
