@@ -16,7 +16,7 @@ import pytest
 import aionn
 from aionn import errors
 from aionn.errors import AionnError, again
-from aionn.fleet.addresses import StoreError
+from aionn.fleet.requests import StoreError
 from aionn.hal.types import ErrorStatus
 from aionn.sources import SourceError
 

@@ -103,7 +103,7 @@ def test_no_files_stand_in_a_circle() -> None:
 RUNTIME_FLOORS = (
     {"health", "tracing"},
     {"record"},
-    {"imports", "loop", "model", "processes", "serving"},
+    {"loop", "model", "processes", "serving"},
     {"session"},
     {"preparing"},
     {"executing"},

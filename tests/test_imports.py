@@ -204,13 +204,13 @@ def test_opening_a_runtime_leaves_the_apps_environment_as_it_was(own: str | None
         FIRST_LINES
         + """
     import os
-    from aionn.runtime import imports
+    from aionn.runtime import runtime as runtimes
     name, seen = "OPENBLAS_THREAD_TIMEOUT", []
-    load = imports.import_module
+    load = runtimes.import_module
     def watched(module):
         seen.append(os.environ.get(name))
         return load(module)
-    imports.import_module = watched
+    runtimes.import_module = watched
     async def main():
         async with runtime:
             print(seen[0], os.environ.get(name))

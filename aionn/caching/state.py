@@ -8,6 +8,7 @@ only a compilation.
 
 from __future__ import annotations
 
+import errno
 import os
 import sqlite3
 import stat
@@ -291,7 +292,7 @@ def private_key(directory: Path, name: str) -> bytes:
         OSError: it can be neither read nor made.
     """
     path = directory / name
-    for _ in range(2):
+    for _ in range(3):
         _refuse_unsafe(path)
         try:
             fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -319,8 +320,4 @@ def private_key(directory: Path, name: str) -> bytes:
             pass
         finally:
             aside.unlink(missing_ok=True)
-    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        return os.read(fd, _KEY_BYTES)
-    finally:
-        os.close(fd)
+    raise OSError(errno.EBUSY, "another process removes it again and again", os.fspath(path))

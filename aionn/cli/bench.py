@@ -27,6 +27,7 @@ from statistics import NormalDist
 from typing import Any
 
 import aionn
+from aionn.cgroups import text_of
 from aionn.cli import bench_subjects as subjects
 from aionn.cli.bench_subjects import Measured
 from aionn.cli.printing import NotDoneError, UsageError, duration, error_console, print_json, print_table
@@ -272,7 +273,7 @@ def machine() -> dict[str, Any]:
         "cpu": _cpu_name(),
         "architecture": platform.machine(),
         "usable_cpus": len(os.sched_getaffinity(0)),
-        "governor": _first_line("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor"),
+        "governor": text_of("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor").strip(),  # many virtual machines have none
         "kernel": platform.release(),
         "load": os.getloadavg()[0],
         "versions": {"python": platform.python_version(), **_versions()},
@@ -300,18 +301,8 @@ def _versions() -> dict[str, str]:
 
 
 def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return "CPU not named"
+    lines = text_of("/proc/cpuinfo").splitlines()
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "CPU not named")
-
-
-def _first_line(path: str) -> str:
-    try:
-        return Path(path).read_text(encoding="ascii").strip()
-    except OSError:
-        return ""  # virtual machines often have no governor
 
 
 class Others:

@@ -18,7 +18,7 @@ from aionn.cli.printing import NotDoneError, UsageError, digest, entries, error_
 try:
     import cryptography  # noqa: F401 -- signatures need it, and nothing imports it before the first one
 
-    from aionn.fleet.addresses import open_address
+    from aionn.fleet.requests import open_address
 except ImportError as error:
     raise UsageError("aionn fleet needs obstore and cryptography; install them with: pip install 'aionn[fleet]'") from error
 

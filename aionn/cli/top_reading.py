@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+from aionn.cgroups import text_of
 from aionn.pages.app_layout import Kind, PageView, SlotView
 from aionn.pages.finding import FoundPage, find_page
 from aionn.pages.layout import Activity, percentile_s
@@ -119,13 +120,8 @@ def read(pid: int | None = None) -> Reading:
 
 def _hidden() -> str:
     """Return the option by which /proc hides processes of other users, if it does and this user is not root."""
-    try:
-        with open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as file:
-            mounts = [line.split() for line in file]
-    except OSError:
-        return ""
     found = ""
-    for fields in mounts:
+    for fields in map(str.split, text_of("/proc/self/mountinfo").splitlines()):
         if len(fields) > 5 and fields[4] == "/proc":  # a later mount covers an earlier one
             options = ",".join((fields[5], fields[-1])).split(",")
             found = next((option for option in options if option.startswith("hidepid=")), "")

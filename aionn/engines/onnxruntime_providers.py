@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from aionn.cgroups import text_of
 from aionn.engines.complaints import without_status
 from aionn.errors import CompilationError, DeviceUnavailableError
 from aionn.hal.types import DeviceType
@@ -147,14 +148,14 @@ def nvidia_versions(driver: Path = Path("/proc/driver/nvidia"), maps: Path = Pat
     gpus = [
         name.group(1).strip()
         for file in sorted(driver.glob("gpus/*/information"))
-        if (name := re.search(r"^Model:(.+)$", _text(file), re.MULTILINE))
+        if (name := re.search(r"^Model:(.+)$", text_of(file), re.MULTILINE))
     ]
     if gpus:
         found.append(f"gpu={','.join(gpus)}")
-    version = re.search(r"\b\d+\.\d+(?:\.\d+)?\b", _text(driver / "version"))
+    version = re.search(r"\b\d+\.\d+(?:\.\d+)?\b", text_of(driver / "version"))
     if version:
         found.append(f"driver={version.group()}")
-    loaded = _text(maps)
+    loaded = text_of(maps)
     for library, ask in _LIBRARIES.items():
         path = re.search(rf"(/\S*/lib{library}\.so\S*)$", loaded, re.MULTILINE)
         if path:
@@ -168,10 +169,3 @@ def _asked(path: str, ask: Callable[[ctypes.CDLL], int]) -> str:
         return str(ask(ctypes.CDLL(path)))  # it is loaded already
     except (OSError, AttributeError):
         return Path(path).name
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(errors="replace")
-    except OSError:
-        return ""

@@ -14,8 +14,7 @@ the artifact: it checks the statement with the public keys of its user (the *key
     artifact_store      files and statements in a store, and which statements are accepted
     models              models in a store, for machines that compile them (`aionn.ray.Farm`)
     places              the paths of objects in a store
-    requests            requests to an object store (obstore), with a time limit
-    addresses           opening a store by its address, and its errors as one class
+    requests            object stores (obstore): opened by their address, and asked with a time limit; their errors as one class
 
 What drivers need lies in `aionn.caching`: `statement` (the signed statement), `keyring` (the keys that a user trusts).
 """
@@ -23,10 +22,10 @@ What drivers need lies in `aionn.caching`: `statement` (the signed statement), `
 from aionn.caching.keyring import decode_public_key, encode_public_key, keyring_folder, read_keyring
 from aionn.caching.offers import ArtifactRequest, CompileBackend, Offered
 from aionn.caching.statement import Statement, claimed_statement, sign_statement, statement_of, verified_statement
-from aionn.fleet.addresses import StoreError
 from aionn.fleet.adopting import adopt, use_backend
 from aionn.fleet.asking import StoreBackend
 from aionn.fleet.keys import BuilderKey
+from aionn.fleet.requests import StoreError
 from aionn.graph.digest import ModelFile
 from aionn.hal.trust import Keyring, TrustedKey
 from aionn.runtime.model import content_of

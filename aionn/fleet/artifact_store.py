@@ -26,10 +26,9 @@ import anyio
 from aionn.caching.manifest import StoredFile
 from aionn.caching.outcomes import MissReason, Refusal, refusal_of_os_error
 from aionn.caching.statement import Statement, claimed_statement, verified_statement
-from aionn.fleet.addresses import OpenedStore, StoreError
 from aionn.fleet.folders import BadContentsError, Found
 from aionn.fleet.places import STATEMENTS, StatementPlace, file_path, fingerprint, seen_path, statement_place
-from aionn.fleet.requests import Requests
+from aionn.fleet.requests import OpenedStore, Requests, StoreError
 from aionn.hal.trust import Keyring
 
 

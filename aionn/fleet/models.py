@@ -25,10 +25,10 @@ import msgspec
 
 from aionn.caching.outcomes import MissReason, Refusal, refusal_of_os_error
 from aionn.errors import CallerError
-from aionn.fleet.addresses import StoreError
 from aionn.fleet.artifact_store import ArtifactStore
 from aionn.fleet.folders import BadContentsError
 from aionn.fleet.places import model_path
+from aionn.fleet.requests import StoreError
 from aionn.graph.digest import ModelFile
 from aionn.graph.files import Beside, OpenFile, open_model
 from aionn.runtime.model import Model, model_of_files

@@ -9,13 +9,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
+from aionn.cgroups import text_of
 from aionn.pages.layout import LayoutError
 
 T = TypeVar("T")
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-_DRIVER = b"aionn.driver"
+_DRIVER = "aionn.driver"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,22 +62,15 @@ def of_each_process(look: Callable[[int], T | None]) -> tuple[list[T], int]:
         try:
             seen = look(pid)
         except PermissionError:
-            unreadable += not _is_of_kernel(pid)
+            unreadable += bool(
+                text_of(f"/proc/{pid}/cmdline")
+            )  # a thread of the kernel has no program, and a process that has ended has none
         except (OSError, LayoutError):
             continue
         else:
             if seen is not None:
                 found.append(seen)
     return found, unreadable
-
-
-def _is_of_kernel(pid: int) -> bool:
-    """Return whether a process has no program: a thread of the kernel, or a process that has ended and has not been waited for."""
-    try:
-        with open(f"/proc/{pid}/cmdline", "rb") as file:
-            return not file.read(1)
-    except OSError:
-        return True
 
 
 def stat_of(pid: int) -> ProcessStat:
@@ -116,11 +110,10 @@ def own_pid_of(pid: int, status: Mapping[str, str]) -> int:
 
 def driver_device(pid: int) -> str | None:
     """Return the name of a driver's device, as its app has started it. None: the process has ended, or is another one."""
+    words = text_of(f"/proc/{pid}/cmdline").split("\0")
     try:
-        with open(f"/proc/{pid}/cmdline", "rb") as file:
-            words = file.read().split(b"\0")
-        name, equals, home = os.fsdecode(words[words.index(_DRIVER) + 1]).rpartition("=")  # a provider's name may have one, too
-    except (OSError, ValueError, IndexError):
+        name, equals, home = words[words.index(_DRIVER) + 1].rpartition("=")  # a provider's name may have one, too
+    except (ValueError, IndexError):
         return None
     return (name if equals else home) or None
 

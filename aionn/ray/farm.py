@@ -29,10 +29,10 @@ from aionn.caching.outcomes import Refusal
 from aionn.caching.statement import Statement
 from aionn.caching.token import decode_parts
 from aionn.errors import CallerError, DeviceUnavailableError, text_of
-from aionn.fleet.addresses import StoreError, open_address
 from aionn.fleet.artifact_store import ArtifactStore, statement_at
 from aionn.fleet.asking import PATIENCE_S, Pauses, ask_store, fetch_offer
 from aionn.fleet.models import object_size, put_model
+from aionn.fleet.requests import StoreError, open_address
 from aionn.ray.flights import flights_actor
 from aionn.ray.needed import connected_ray, first_line, needed_ray
 from aionn.ray.orders import Order, OrderResult, OrderState, decode_state, encode

@@ -26,7 +26,7 @@ from aionn.errors import AionnError, CallerError
 from aionn.ray.held import HeldModel, first_devices
 from aionn.ray.models import ModelSpec, checked_specs, upgraded_specs
 from aionn.ray.needed import assigned_threads
-from aionn.runtime.executing.retrying import Retries
+from aionn.runtime.executing.fallback import Retries
 from aionn.runtime.streaming.stream import each
 from aionn.tasks import bounded_shield, checked_count, deadline_of, ending_by, time_left, ungrouped
 

@@ -8,7 +8,6 @@ The private key is a file of the node, which the environment variable `AIONN_FAR
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 import tempfile
@@ -20,14 +19,15 @@ from typing import Any
 
 import aionn
 from aionn.caching.outcomes import CacheOutcome, MissReason, Refusal
+from aionn.caching.private_folder import free_folder, hold
 from aionn.errors import AionnError, CallerError, text_of
 from aionn.events import CompileStep, Event
-from aionn.fleet.addresses import open_address
 from aionn.fleet.artifact_store import ArtifactStore, trusted_files
 from aionn.fleet.keys import BuilderKey
 from aionn.fleet.models import DAMAGED, fetch_model
 from aionn.fleet.places import StatementPlace, file_path, fingerprint
 from aionn.fleet.pulling import push_cache
+from aionn.fleet.requests import open_address
 from aionn.hal.trust import Keyring
 from aionn.hal.types import Priority
 from aionn.ray.needed import needed_ray
@@ -39,7 +39,6 @@ _PATIENCE_S = 30.0  # as `aionn fleet push`: a task may wait longer for a store 
 _ACTOR_ANSWER_S = 10.0  # for the announcement of an attempt
 _REPORT_EVERY_S = 1.0  # at most one message a second
 _FOLDER = "aionn-farm-"
-_LOCK = "lock"
 _LOST = (MissReason.ABSENT, *DAMAGED)  # of the store's model, and not of this node's disk
 
 Report = Callable[[str], None]
@@ -172,39 +171,16 @@ def _fault(order: Order, outcomes: tuple[CacheOutcome, ...]) -> OrderResult | No
 
 @contextmanager
 def _work_folder() -> Iterator[Path]:
-    """Make a folder for the body, and remove the folders of killed tasks of this account.
-
-    A task holds a lock in its folder. The kernel frees the lock when the process ends, however it ends.
-    """
-    _remove_left()
-    folder, lock = _locked_folder()
+    """Make a folder for the body, and remove the folders of killed tasks of this account. A task holds its folder while it lives."""
+    place = Path(tempfile.gettempdir())
+    for left in place.glob(f"{_FOLDER}*"):
+        with free_folder(left) as fd:
+            if fd >= 0:
+                shutil.rmtree(left, ignore_errors=True)
+    folder = place / f"{_FOLDER}{os.urandom(8).hex()}"
+    held = hold(folder)
     try:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-        os.close(lock)
-
-
-def _locked_folder() -> tuple[Path, int]:
-    """Make a folder and lock it. Return its path, and the descriptor that holds the lock."""
-    while True:
-        folder = Path(tempfile.mkdtemp(prefix=_FOLDER))
-        lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if os.fstat(lock).st_nlink:
-            return folder, lock
-        os.close(lock)  # before it was locked, another task removed it as that of a killed task
-
-
-def _remove_left() -> None:
-    """Remove the folders whose lock no process holds."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{_FOLDER}*"):
-        with suppress(OSError):
-            if folder.lstat().st_uid != os.getuid() or folder.is_symlink():
-                continue
-            lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(folder, ignore_errors=True)
-            finally:
-                os.close(lock)
+        os.close(held)

@@ -15,5 +15,4 @@ The lines stand in the order of imports. A package or module here imports the on
     loop         `run`: a main function on uvloop
     record       what happens, published once: as events, on the statistics page, in traces, and as progress of a compilation
     health       what `Runtime.health` returns                             tracing    what connects a runtime to traces
-    imports      what an open runtime needs, imported while a driver starts
 """

@@ -28,9 +28,9 @@ from aionn.runtime.executing.control import execution_of, fixed_route, frames_re
 from aionn.runtime.executing.device_buffers import DeviceRoles, ModelRoles, roles_of
 from aionn.runtime.executing.device_memory import DeviceMemory, allocate
 from aionn.runtime.executing.execution import Call, Executor
+from aionn.runtime.executing.fallback import Retries, retried
 from aionn.runtime.executing.frames import Frames
 from aionn.runtime.executing.link import CLOSE_S
-from aionn.runtime.executing.retrying import Retries, retried
 from aionn.runtime.preparing.compile_acts import CompileRequest
 from aionn.runtime.preparing.kept_model import KeptModel
 from aionn.runtime.preparing.preparation import Found
@@ -422,8 +422,10 @@ class Compilation(AsyncOnly):
             CallerError: the names, types or shapes do not fit the model, or a state with an open shape has nothing to begin with. Or
                 `snapshot_every` is not a whole number of at least 1.
         """
-        from aionn.runtime.streaming.kept_state import KeptState  # most apps have no recurrent model
-        from aionn.runtime.streaming.recovering import RecurrentStream
+        from aionn.runtime.streaming.recovering import (
+            KeptState,  # most apps have no recurrent model
+            RecurrentStream,
+        )
 
         parts = self._parts
         parts.check_frames("a recurrent stream")

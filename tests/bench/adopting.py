@@ -17,9 +17,9 @@ from typing import Any
 
 import aionn
 from aionn.fleet import BuilderKey, StoreBackend, encode_public_key, use_backend
-from aionn.fleet.addresses import open_address
 from aionn.fleet.artifact_store import ArtifactStore
 from aionn.fleet.pulling import push_cache
+from aionn.fleet.requests import open_address
 from aionn.remote.device import RemoteDevice
 from tests.real_models import carried
 

@@ -32,9 +32,9 @@ import numpy as np
 import uvloop
 
 import aionn
+from aionn.cli.bench import machine, machine_line
 from aionn.testing.models import identity_model
 from tests.bench.fmq import run_lane
-from tests.bench.machine import machine_lines
 from tests.bench.rivals import RIVALS, ROOT, cpu_seconds
 from tests.real_models import carried
 
@@ -202,7 +202,7 @@ def main(argv: list[str]) -> None:
     options = parser.parse_args(argv)
     usable = sorted(os.sched_getaffinity(0))
     cpus = (usable[0], usable[-1])
-    print(machine_lines("uvloop", "numpy", "onnxruntime"))
+    print(machine_line(machine()))
     print(f"app on CPU {cpus[0]}, driver on CPU {cpus[1]}, empty engine; {options.rounds} rounds of {options.trips} trips")
     os.environ["PYTHONPATH"] = str(ROOT)  # where the driver finds the empty engine
     os.sched_setaffinity(0, {cpus[0]})

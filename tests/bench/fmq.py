@@ -28,11 +28,11 @@ from typing import Any
 
 import uvloop
 
+from aionn.cli.bench import machine, machine_line
 from aionn.fmq import MessageQueue, MQDescriptor, MQFlavor
 from aionn.hal.queues import GrantorDescriptor
 from aionn.hal.types import MemoryDescription, MemoryKind
 from aionn.memory.region import Region
-from tests.bench.machine import machine_lines
 
 ELEMENT_BYTES = 64
 SPIN_NS = 50_000
@@ -246,7 +246,7 @@ def main(argv: list[str]) -> None:
     options = parser.parse_args(argv)
     usable = sorted(os.sched_getaffinity(0))
     cores = [usable[0], usable[0] if options.same_core or len(usable) == 1 else usable[1]]
-    print(machine_lines("uvloop"))
+    print(machine_line(machine()))
     os.sched_setaffinity(0, {cores[0]})
     print(f"client on CPU {cores[0]}, worker on CPU {cores[1]}, to_thread on all of them")
     print(f"{options.rounds} rounds of {options.trips} round trips of {ELEMENT_BYTES} bytes, one in flight")

@@ -1,50 +1,11 @@
-"""The machine that a benchmark runs on, and what its processes use of it."""
+"""What the processes of a benchmark use of the machine. `aionn.cli.bench` says which machine it is."""
 
 from __future__ import annotations
 
 import gc
 import os
-import platform
-import resource
 import time
-from importlib import metadata
 from pathlib import Path
-
-
-def cpu_name() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return "CPU not named"
-
-
-def machine_lines(*packages: str) -> str:
-    """Return two lines: the machine, then the versions of Python and of the packages, and the load."""
-    versions = "".join(f", {name} {metadata.version(name)}" for name in packages)
-    return (
-        f"{platform.machine()}, {cpu_name()}, {len(os.sched_getaffinity(0))} usable CPUs, Linux {platform.release()}\n"
-        f"Python {platform.python_version()}{versions}; load average {Path('/proc/loadavg').read_text().split()[0]}"
-    )
-
-
-class Others:
-    """What share of the CPUs other processes use while a benchmark runs. Where it is large, no p99 can be judged."""
-
-    def __init__(self) -> None:
-        self._began_s = time.monotonic()
-        self._foreign_s = self._used_s()
-
-    def share(self) -> float:
-        """Return the share since the start, 0 to 1. It counts ended children as ours, so ask when all have ended."""
-        passed_s = time.monotonic() - self._began_s
-        return max(0.0, self._used_s() - self._foreign_s) / passed_s / (os.cpu_count() or 1)
-
-    def _used_s(self) -> float:
-        """Return the CPU seconds of the machine, with stolen ones, without those of this process and its ended children."""
-        user, nice, system, _, _, *interrupts_and_stolen = map(int, Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9])
-        busy_s = (user + nice + system + sum(interrupts_and_stolen)) / os.sysconf("SC_CLK_TCK")
-        ours = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-        return busy_s - sum(used.ru_utime + used.ru_stime for used in ours)
 
 
 def process_cpu_ns(pid: int) -> int:

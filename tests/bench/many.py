@@ -24,8 +24,8 @@ from collections.abc import Awaitable, Callable
 
 import uvloop
 
+from aionn.cli.bench import Others, machine, machine_line
 from tests.bench import many_blocking, many_chains, many_frames, many_streams
-from tests.bench.machine import Others, machine_lines
 from tests.bench.real import INTERRUPTED
 from tests.bench.real_report import NotAvailableError, Options, Report
 
@@ -71,7 +71,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--frames", type=int, default=190, help="frames per stream and round; more at high rates")
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     options = parser.parse_args(argv)
-    head = f"{machine_lines('uvloop', 'numpy', 'onnxruntime')}\nnot pinned; {options.rounds} rounds of {options.frames} frames a stream"
+    head = f"{machine_line(machine())}\nnot pinned; {options.rounds} rounds of {options.frames} frames a stream"
     report = Report(options.row, quiet=options.json)
     report.say(head)
     others = Others()

@@ -21,7 +21,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.bench.machine import machine_lines
+from aionn.cli.bench import machine, machine_line
 
 ROOT = Path(__file__).parent.parent.parent
 WORKER = """
@@ -135,7 +135,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--trips", type=int, default=20_000)
     parser.add_argument("--counted", action="store_true")
     options = parser.parse_args(argv)
-    print(machine_lines())
+    print(machine_line(machine()))
     with tempfile.TemporaryDirectory() as folder:
         builds = {"with": built(Path(folder), counts=True), "without": built(Path(folder), counts=False)}
         taken: dict[str, list[list[float]]] = {"with": [], "without": []}

@@ -26,8 +26,8 @@ from collections.abc import Awaitable, Callable
 
 import uvloop
 
+from aionn.cli.bench import Others, machine, machine_line
 from tests.bench import real_hot, real_lanes, real_many, real_paced, real_urgent, starts
-from tests.bench.machine import Others, machine_lines
 from tests.bench.real_report import NotAvailableError, Options, Report
 
 GROUPS: tuple[tuple[tuple[str, ...], Callable[[Report, Options], Awaitable[None]]], ...] = (
@@ -84,7 +84,7 @@ def main(argv: list[str]) -> None:
     usable = sorted(os.sched_getaffinity(0))
     cpus = (usable[0], usable[-1]) if options.pinned else None
     where = f"app on CPU {usable[0]}, others on CPU {usable[-1]}" if options.pinned else "not pinned"
-    head = f"{machine_lines('uvloop', 'numpy', 'onnxruntime')}\n{where}; {options.rounds} rounds of {options.frames} frames"
+    head = f"{machine_line(machine())}\n{where}; {options.rounds} rounds of {options.frames} frames"
     report = Report(options.row, quiet=options.json)
     report.say(head)
     others = Others()

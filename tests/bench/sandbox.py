@@ -23,9 +23,9 @@ from contextlib import AsyncExitStack
 
 import aionn
 from aionn import trace
+from aionn.cli.bench import machine, machine_line
 from aionn.testing import identity_model
 from tests.bench.driver import children_s
-from tests.bench.machine import machine_lines
 from tests.real_models import carried, some_input
 
 LEVELS = ("auto", "off")
@@ -116,7 +116,7 @@ def line(what: str, pairs: Pairs, unit: str) -> str:
 
 
 async def run(engines: Sequence[str], rounds: int, count: int) -> None:
-    print(machine_lines("onnxruntime", "openvino"))
+    print(machine_line(machine()))
     print(f"a process, {rounds} rounds\n{confining(rounds)}", flush=True)
     for engine in engines:
         print(f"{engine}, {rounds} rounds: confined, free")

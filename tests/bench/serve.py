@@ -35,9 +35,9 @@ import numpy as np
 from anyio.abc import TaskGroup
 
 import aionn.ray
+from aionn.cli.bench import Others, machine, machine_line
 from aionn.testing import FakeDevice, identity_model
 from aionn.testing.fake_engine import VARIABLE
-from tests.bench.machine import Others, machine_lines
 from tests.leaks import ended
 from tests.ray.cluster import ENVIRONMENT, shared_cluster
 from tests.real_models import carried
@@ -390,7 +390,7 @@ def main(argv: Sequence[str]) -> None:
     import ray
     from ray import serve
 
-    print(machine_lines("aionn", "ray", "onnxruntime"))
+    print(machine_line(machine()))
     others = Others()
     with tempfile.TemporaryDirectory() as folder, shared_cluster(Path(folder)) as address:
         ray.init(address=address, log_to_driver=False, configure_logging=False, namespace="aionn-bench")

@@ -41,7 +41,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.bench.machine import Others, machine_lines
+from aionn.cli.bench import Others, machine, machine_line
 from tests.bench.real_report import Report
 from tests.bench.starts_models import LARGE, MODELS, Subject, subjects
 from tests.bench.starts_processes import Worker, WorkerError, peak_rss_bytes
@@ -411,7 +411,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--keep", type=Path, help="a folder in which the models that are made stay for the next run")
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     given = parser.parse_args(argv)
-    head = f"{machine_lines('uvloop', 'numpy', 'onnxruntime', 'openvino')}\n{given.rounds} rounds"
+    head = f"{machine_line(machine())}\n{given.rounds} rounds"
     report = Report(frozenset(given.row), quiet=given.json)
     report.say(head)
     others = Others()

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from aionn.caching import keyring as keyrings
-from aionn.fleet.addresses import open_address
 from aionn.fleet.artifact_store import ArtifactStore
+from aionn.fleet.requests import open_address
 from tests.fleet.fake_s3 import FakeS3, fake_s3
 
 PATIENCE_S = 20.0  # far beyond what a busy machine needs; tests of a dead store give their own

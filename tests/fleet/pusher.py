@@ -9,8 +9,8 @@ from __future__ import annotations
 import sys
 
 import aionn
-from aionn.fleet.addresses import open_address
 from aionn.fleet.artifact_store import ArtifactStore
+from aionn.fleet.requests import open_address
 from tests.fleet.entries import artifact, some_bytes
 
 FILE_BYTES = 300_000

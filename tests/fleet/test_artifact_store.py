@@ -11,10 +11,10 @@ import pytest
 from aionn.caching.manifest import StoredFile
 from aionn.caching.outcomes import MissReason, Refusal
 from aionn.errors import CallerError
-from aionn.fleet.addresses import StoreError, open_address
 from aionn.fleet.artifact_store import ArtifactStore, Pushed
 from aionn.fleet.folders import BadContentsError
 from aionn.fleet.places import StatementPlace, fingerprint, statement_place
+from aionn.fleet.requests import StoreError, open_address
 from tests.fleet.entries import OTHER_BUILDER, Artifact, artifact, some_bytes, stored
 from tests.fleet.fake_s3 import FakeS3
 

@@ -17,10 +17,10 @@ import pytest
 import aionn
 from aionn.cli import main
 from aionn.fleet import content_of, sweeping
-from aionn.fleet.addresses import open_address
 from aionn.fleet.artifact_store import ArtifactStore, claimed_files, trusted_files
 from aionn.fleet.models import put_model
 from aionn.fleet.places import file_path, model_path
+from aionn.fleet.requests import open_address
 from aionn.fleet.sweeping import Checked, check_store, sweep
 from tests.fleet.entries import KEYRING, Artifact, artifact, some_bytes
 from tests.fleet.fake_s3 import FakeS3

@@ -12,9 +12,9 @@ import pytest
 import aionn
 from aionn.caching import CacheOutcomeKind, MissReason
 from aionn.fleet import BuilderKey, StoreBackend, StoreError, encode_public_key, use_backend
-from aionn.fleet.addresses import open_address
 from aionn.fleet.artifact_store import ArtifactStore
 from aionn.fleet.pulling import push_cache
+from aionn.fleet.requests import open_address
 from aionn.testing import identity_model
 from tests.fleet.entries import artifact
 from tests.fleet.fake_s3 import FakeS3

@@ -16,8 +16,8 @@ from blake3 import blake3
 from aionn.caching.manifest import StoredFile
 from aionn.errors import CallerError
 from aionn.fleet import StoreError, requests
-from aionn.fleet.addresses import open_address
 from aionn.fleet.artifact_store import MAX_STATEMENT_BYTES, ArtifactStore
+from aionn.fleet.requests import open_address
 from tests.fleet.entries import artifact, some_bytes
 from tests.fleet.fake_s3 import FakeS3
 

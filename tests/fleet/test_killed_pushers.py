@@ -21,9 +21,9 @@ import psutil
 import pytest
 
 from aionn.caching.outcomes import Refusal
-from aionn.fleet.addresses import open_address
 from aionn.fleet.artifact_store import ArtifactStore, statement_at, trusted_files
 from aionn.fleet.places import StatementPlace
+from aionn.fleet.requests import open_address
 from aionn.fleet.sweeping import check_store, sweep
 from tests.fleet.entries import KEYRING, artifact
 from tests.fleet.fake_s3 import FakeS3

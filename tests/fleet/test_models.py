@@ -19,10 +19,10 @@ import aionn
 from aionn.caching.outcomes import MissReason, Refusal
 from aionn.errors import CallerError
 from aionn.fleet import StoreError, content_of, requests
-from aionn.fleet.addresses import open_address
 from aionn.fleet.artifact_store import ArtifactStore, claimed_files
 from aionn.fleet.models import fetch_model, object_size, put_model
 from aionn.fleet.places import model_path
+from aionn.fleet.requests import open_address
 from aionn.fleet.sweeping import check_store, sweep
 from aionn.hal import Operand, OperandType
 from aionn.memory.memory import Memory

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from aionn.fleet.addresses import StoreError
 from aionn.fleet.artifact_store import ArtifactStore, Pushed, claimed_files, trusted_files
 from aionn.fleet.places import STATEMENTS, seen_path
+from aionn.fleet.requests import StoreError
 from aionn.fleet.sweeping import SweepReport, check_store, sweep
 from tests.fleet.entries import KEYRING, OTHER_BUILDER, artifact, some_bytes, stored
 from tests.fleet.fake_s3 import FakeS3
@@ -31,7 +31,7 @@ async def age(store: ArtifactStore, days: float, prefix: str = "") -> None:
 
 @pytest.fixture
 def folder_store(tmp_path: Path) -> ArtifactStore:
-    from aionn.fleet.addresses import open_address
+    from aionn.fleet.requests import open_address
 
     return ArtifactStore(open_address(tmp_path / "store", patience_s=20.0, make=True))
 
@@ -234,7 +234,7 @@ async def test_a_statement_that_is_written_again_after_its_removal_keeps_its_fil
 
 
 async def test_a_sweep_of_a_bucket_follows_the_dates_of_the_store(s3: FakeS3) -> None:
-    from aionn.fleet.addresses import open_address
+    from aionn.fleet.requests import open_address
 
     store = ArtifactStore(open_address("s3://artifacts/prefix", patience_s=20.0))
     one, two = artifact("one", b"1"), artifact("two", b"2")
@@ -250,7 +250,7 @@ async def test_a_sweep_of_a_bucket_follows_the_dates_of_the_store(s3: FakeS3) ->
 
 
 async def test_a_sweep_of_a_list_that_breaks_off_removes_nothing(s3: FakeS3) -> None:
-    from aionn.fleet.addresses import StoreError, open_address
+    from aionn.fleet.requests import StoreError, open_address
 
     await artifact("one", b"1").push(ArtifactStore(open_address("s3://artifacts/prefix", patience_s=20.0)))
     for found in s3.objects.values():
@@ -289,7 +289,7 @@ async def test_a_check_names_each_kind_of_damage(store: ArtifactStore) -> None:
 
 
 async def test_a_note_of_a_node_is_written_once_a_day_and_never_needed(s3: FakeS3) -> None:
-    from aionn.fleet.addresses import open_address
+    from aionn.fleet.requests import open_address
 
     store = ArtifactStore(open_address("s3://artifacts", patience_s=20.0))
     fingerprint = artifact("one", b"").place.fingerprint

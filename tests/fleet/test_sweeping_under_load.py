@@ -17,8 +17,8 @@ import anyio
 import pytest
 
 from aionn.caching.outcomes import MissReason, Refusal
-from aionn.fleet.addresses import open_address
 from aionn.fleet.artifact_store import ArtifactStore, claimed_files, statement_at, trusted_files
+from aionn.fleet.requests import open_address
 from aionn.fleet.sweeping import SweepReport, check_store, sweep
 from tests.fleet.entries import KEYRING, Artifact, artifact, some_bytes
 from tests.fleet.fake_s3 import FakeS3

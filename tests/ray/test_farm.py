@@ -23,8 +23,8 @@ import aionn
 from aionn import fleet
 from aionn.caching import keyring as keyrings
 from aionn.fleet import ArtifactRequest, BuilderKey
-from aionn.fleet.addresses import open_address
 from aionn.fleet.artifact_store import ArtifactStore, trusted_files
+from aionn.fleet.requests import open_address
 from aionn.fleet.sweeping import check_store
 from aionn.hal.trust import Keyring
 from aionn.ray.resources import device_resources, device_versions
@@ -245,9 +245,9 @@ async def kill_worker(folder: Path, store: Path, farm_key: BuilderKey, fake: Fak
 
 
 def work_folder(driver: psutil.Process) -> Path:
-    """The folder of the task in which a driver compiles. The driver's worker holds the folder's lock."""
-    files = [Path(file.path) for file in psutil.Process(driver.ppid()).open_files()]
-    (folder,) = (file.parent for file in files if file.name == "lock" and file.parent.name.startswith("aionn-farm-"))
+    """The folder of the task in which a driver compiles. The driver's worker holds the folder."""
+    links = [link.readlink() for link in Path(f"/proc/{driver.ppid()}/fd").iterdir() if link.is_symlink()]
+    (folder,) = (link for link in links if link.name.startswith("aionn-farm-"))
     return folder
 
 

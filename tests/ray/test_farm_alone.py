@@ -155,7 +155,7 @@ async def test_a_store_that_is_down_costs_a_farm_its_patience_once(
     (trusted / "farm.pub").write_bytes(encode_public_key(BuilderKey.generate("farm").public))
     (trusted / "farm.pub").chmod(0o600)
     monkeypatch.setenv("AIONN_TRUSTED_BUILDERS", str(trusted))
-    monkeypatch.setattr("aionn.fleet.addresses.S3Store", count_bucket)
+    monkeypatch.setattr("aionn.fleet.requests.S3Store", count_bucket)
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
     monkeypatch.setattr(aionn.ray.Farm, "require_node", note_node)
     s3.hangs_at = silent

@@ -23,7 +23,7 @@ import aionn
 from aionn.errors import MemoryAllocationError
 from aionn.hal import ErrorStatus
 from aionn.runtime.streaming import recovering
-from aionn.runtime.streaming.kept_state import KeptState
+from aionn.runtime.streaming.recovering import KeptState
 from aionn.testing import FakeDevice, identity_model
 from tests.journeys.silero import still, windows
 from tests.leaks import driver_pids, ended, leaves_nothing

@@ -28,7 +28,7 @@ from aionn.errors import CallerError
 from aionn.hal.model import PooledModel
 from aionn.hal.values import outside_frames
 from aionn.memo import Memo
-from aionn.runtime.executing.retrying import Retries
+from aionn.runtime.executing.fallback import Retries
 from aionn.tasks import time_left
 
 VERSION = "1"

@@ -34,9 +34,9 @@ from aionn.remote.attached import AttachedDriver, ModelGoneError
 from aionn.remote.device import RemotePreparedModel
 from aionn.runtime.executing.arguments import Arguments, Outputs, as_array
 from aionn.runtime.executing.execution import Call
+from aionn.runtime.executing.fallback import Retries
 from aionn.runtime.executing.frames import Frames
 from aionn.runtime.executing.link import Link, LinkOptions, release
-from aionn.runtime.executing.retrying import Retries
 from aionn.runtime.serving.serving import Change, CompiledModel, Rest, Serving
 from aionn.runtime.session import Session
 from aionn.runtime.streaming.burst import Burst

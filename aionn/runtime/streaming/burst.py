@@ -24,9 +24,9 @@ from aionn.memory.pool import FramesInFlightError, MemoryFrame
 from aionn.pages.app_layout import COMPUTED, CONNECTIONS, COPIED_BYTES, DRIVER_BUSY_NS, DROPPED, FAILED, FELL_BACK
 from aionn.runtime.executing.arguments import FrameLayout, Outputs, check_mapping
 from aionn.runtime.executing.execution import Call, Execution
+from aionn.runtime.executing.fallback import Retries, retried
 from aionn.runtime.executing.frames import LARGE_BYTES, fill_large
 from aionn.runtime.executing.link import Link, plain_body
-from aionn.runtime.executing.retrying import Retries, retried
 from aionn.runtime.streaming import stream
 from aionn.runtime.streaming.connection import BurstConnection
 from aionn.runtime.streaming.frame import Frame, begin_from_thread, lease_of, leases_here, placed_in

@@ -37,8 +37,7 @@ from aionn.hal.types import ErrorStatus
 from aionn.runtime.executing.arguments import Outputs
 from aionn.runtime.streaming.connection import BurstConnection
 from aionn.runtime.streaming.frame import leases_here
-from aionn.runtime.streaming.item import Arrivals, Entry, Item
-from aionn.runtime.streaming.source import SourceThread
+from aionn.runtime.streaming.item import Arrivals, Entry, Item, SourceThread
 from aionn.tasks import bounded_shield, checked_count, checked_seconds
 
 if TYPE_CHECKING:
