@@ -18,14 +18,14 @@ from tests.bench import size
 
 # step: calls, files, bytecodes (of Python 3.11)
 MOST: dict[str, tuple[int, int, int]] = {
-    "compile without cache": (240, 37, 5_500),
-    "MISS": (365, 52, 8_300),
-    "HIT": (222, 44, 5_850),
-    "compute, first of a compilation": (345, 42, 10_100),
+    "compile without cache": (225, 36, 5_500),
+    "MISS": (350, 51, 8_300),
+    "HIT": (216, 43, 5_850),
+    "compute, first of a compilation": (330, 40, 9_800),
     "compute, hot": (12, 5, 385),  # 376 or 385 in different runs of the same code
-    "burst, open": (157, 28, 4_900),
+    "burst, open": (152, 26, 4_850),
     "burst.compute, usual": (6, 3, 253),
-    "swap": (1_290, 73, 28_800),
+    "swap": (1_200, 70, 28_800),
 }
 MOST_CODE_LINES = 39_749  # 370 of them are the template of drivers, 728 bursts for threads without a loop and further clients of a driver
 MOST_FILES = 279
