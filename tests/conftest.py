@@ -114,12 +114,20 @@ def in_few_combinations(items: list[pytest.Item]) -> list[pytest.Item]:
     return [item for item in items if item.nodeid in kept or item.nodeid not in sampled]
 
 
+def turn_coverage_off(items: list[pytest.Item]) -> None:
+    """Measure no coverage in tests of hypothesis. They run the same lines hundreds of times, which the tracer makes twice as slow."""
+    for item in items:
+        if getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
+            item.add_marker(pytest.mark.no_cover)
+
+
 @pytest.hookimpl(trylast=True)  # after -k and -m, so `-k uvloop` still selects all of its tests
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out cases which run the same code as others do, unless `--every-case` is given.
 
     A process of `own_process` runs what it is asked for.
     """
+    turn_coverage_off(items)
     if config.getoption("--every-case") or config.getoption("--own-process") is not None:
         return
     kept = in_few_combinations(on_one_loop(items))

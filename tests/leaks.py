@@ -25,6 +25,8 @@ import select
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, TypeVar
@@ -32,6 +34,8 @@ from typing import Any, TypeVar
 import anyio
 import psutil
 import uvloop
+
+from aionn.pages.process_use import stat_of
 
 __all__ = [
     "Inventory",
@@ -41,6 +45,7 @@ __all__ = [
     "leak_check",
     "leaves_nothing",
     "left_running",
+    "processes_below",
     "processes_with",
     "wait_for_end",
 ]
@@ -72,7 +77,7 @@ class LeakError(AssertionError):
 class Inventory:
     """What a process holds at one moment."""
 
-    processes: Counter[tuple[int, float]]
+    processes: Counter[tuple[int, int]]
     descriptors: Counter[tuple[str, int, int]]
     mappings: Counter[tuple[str, str]]
     threads: Counter[tuple[int, str]]
@@ -154,15 +159,23 @@ class leak_check:  # noqa: N801  (reads as a statement: `with leak_check():`)
             raise LeakError(left)
 
 
+def processes_below(pid: int) -> Iterator[int]:
+    """Yield each process below that one, zombies too. The kernel lists the children of each thread, so no other process is looked at."""
+    with suppress(OSError):  # it has ended
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with suppress(OSError), open(f"/proc/{pid}/task/{thread}/children", encoding="ascii") as file:
+                for child in map(int, file.read().split()):
+                    yield child
+                    yield from processes_below(child)
+
+
 def driver_pids() -> list[int]:
     """Children of this process that are running aionn drivers, zombies left out."""
     found = []
-    for child in psutil.Process().children(recursive=True):
-        try:
-            if "aionn.driver" in child.cmdline():
-                found.append(child.pid)
-        except psutil.Error:
-            continue
+    for child in processes_below(os.getpid()):
+        with suppress(psutil.Error):
+            if "aionn.driver" in psutil.Process(child).cmdline():
+                found.append(child)
     return found
 
 
@@ -215,8 +228,12 @@ async def ended(pid: int, timeout_s: float) -> bool:
         os.close(pidfd)
 
 
-def _processes() -> Counter[tuple[int, float]]:
-    return Counter((child.pid, child.create_time()) for child in psutil.Process().children(recursive=True))
+def _processes() -> Counter[tuple[int, int]]:
+    found: Counter[tuple[int, int]] = Counter()
+    for child in processes_below(os.getpid()):
+        with suppress(OSError):
+            found[child, stat_of(child).start_time] += 1
+    return found
 
 
 def _describe_process(pid: int) -> str:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
+import hypothesis
 import pytest
 
-from tests.conftest import pytest_collection_modifyitems
+from tests.conftest import pytest_collection_modifyitems, turn_coverage_off
 
 LOOPS: dict[str, Any] = {"asyncio": ("asyncio", {"use_uvloop": False}), "uvloop": ("asyncio", {"use_uvloop": True})}
 CASES = [(f"tests/test_x.py::test_{number // 4}", number % 4) for number in range(400)]
@@ -134,3 +135,12 @@ def test_a_list_of_cases_runs_whole_unless_it_is_a_product(rows: list[tuple[int,
         for a, b in rows
     ]
     assert len(kept(cases)) == number
+
+
+def test_coverage_looks_at_no_test_of_hypothesis() -> None:
+    @hypothesis.given(hypothesis.strategies.none())
+    def made(value: None) -> None: ...
+
+    marks: dict[Any, list[pytest.MarkDecorator]] = {made: [], test_a_case_keeps_its_loop_in_every_selection: []}
+    turn_coverage_off([cast(pytest.Item, SimpleNamespace(obj=test, add_marker=marks[test].append)) for test in marks])
+    assert list(marks.values()) == [[pytest.mark.no_cover], []]

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import pytest
 
 from aionn.memory.region import Region
-from tests.leaks import LeakError, leak_check, left_running, processes_with
+from tests.leaks import LeakError, leak_check, left_running, processes_below, processes_with
 
 
 def left_by(body: Callable[[], object], grace_s: float = 2.0) -> str:
@@ -68,6 +68,34 @@ def test_a_running_process_and_a_zombie_are_named() -> None:
     assert "a zombie" in left_by(lambda: started.append(subprocess.Popen(["true"])))
     started[0].communicate(b"\n")
     started[1].wait()
+
+
+def test_what_a_child_of_another_thread_has_started_is_named() -> None:
+    started: list[subprocess.Popen[bytes]] = []
+    up, go = threading.Event(), threading.Event()
+
+    def start() -> None:
+        command = ["sh", "-c", "(echo up; cat; true); true"]  # the shell, a shell below it, and cat below that
+        started.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
+        assert started[0].stdout is not None
+        started[0].stdout.readline()
+        while len(list(processes_below(started[0].pid))) < 2:
+            pass
+        up.set()
+        go.wait()
+
+    thread = threading.Thread(target=start)
+
+    def leave() -> None:
+        thread.start()
+        up.wait()
+
+    complaint = left_by(leave, grace_s=0.01)
+    go.set()
+    thread.join()
+    started[0].communicate(b"")
+    assert complaint.count(": sh -c (echo up; cat; true); true") == 2
+    assert complaint.count(": cat") == 1
 
 
 def test_a_process_that_is_still_ending_is_waited_for() -> None:

@@ -167,7 +167,7 @@ def project(tmp_path: Path) -> Iterator[Project]:
         os.kill(int(left.split()[1].rstrip(":")), signal.SIGKILL)
 
 
-@pytest.mark.parametrize("workers", ["0", "2"])
+@pytest.mark.parametrize("workers", [pytest.param("0", marks=pytest.mark.soak), "2"])  # with 0, each hang waits for the one before
 def test_a_test_that_hangs_fails_alone_by_name_and_nothing_is_left(project: Project, workers: str) -> None:
     said = project.output(HANGS, "-n", workers)
     failed = {line.split()[1].partition("::")[2] for line in said if line.startswith("FAILED ")}

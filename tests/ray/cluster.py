@@ -30,6 +30,7 @@ ENVIRONMENT = {
     "RAY_AUTH_MODE": "disabled",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_DEDUP_LOGS": "0",
+    "RAY_prestart_worker_first_driver": "0",  # a worker starts when a task needs one
 }
 
 FARM_DEVICES = ("onnxruntime", "aionn.testing.fake_engine:FakeEngine")

@@ -23,6 +23,7 @@ def test_a_task_runs_on_the_node(ray_cluster: str, number: int) -> None:
     assert ray.get(ray.remote(twice).options(num_cpus=0).remote(number), timeout=60) == 2 * number
 
 
+@pytest.mark.soak  # a node takes as long to start as a hundred tests, and all users of a run come to the same one
 @pytest.mark.fleet
 def test_a_user_that_comes_after_the_last_one_gets_a_node_that_runs(tmp_path: Path) -> None:
     for _ in range(2):
