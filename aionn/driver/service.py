@@ -342,25 +342,22 @@ class DeviceService:
         began_ns = time.monotonic_ns()
         fence = received.fence(body.fence)
         check_fence(fence)
-        given, failed, cancelled = None, None, False
+        given, failed = None, None
         try:
             prepared = self._made.model(body.prepared)
             pools = self._pools(prepared, body, received)
             after = [Dependency(each.fd, each.is_event) for each in body.after]
             # A run that has begun is not cancelled.
             with _cancelled_as_error(self._cancellable, call_id, "the execution was cancelled by its caller before it began"):
-                try:
-                    failed = await self._waits.setdefault(body.prepared, Waits()).done(after, body.deadline_ns)
-                except asyncio.CancelledError:
-                    cancelled = True
-                    raise
+                failed = await self._waits.setdefault(body.prepared, Waits()).done(after, body.deadline_ns)
             self._made.model(body.prepared)  # it may have been released meanwhile
             if failed is not None:
                 given = dependency_failed(failed)
         except AionnError as error:
             given = refusal(error)
         if given is not None:
-            if not cancelled:
+            task = asyncio.current_task()
+            if task is None or not task.cancelling():
                 signal_outcome(fence, body.request, given)
             return FencedResult(given, failed)
         run = getattr(prepared, "execute_fenced", None) or partial(execute_fenced_by, prepared)  # a device may be older than fences
