@@ -31,7 +31,7 @@ from aionn.burst.packets import (
 from aionn.burst.spin_policy import APP_WINDOW_NS, INLINE_NS, YIELD_NS, may_stay_awake
 from aionn.errors import AionnError, CallerError, DeadlineError, ExecutionError, again
 from aionn.fmq import SOON, Caller, MessageQueue, QueueClosedError, QueueCorruptedError
-from aionn.fmq.thread_waits import Loop, Timer
+from aionn.fmq.thread_waits import Loop, ThreadWaits, Timer
 from aionn.hal.types import ErrorStatus, Result
 from aionn.memo import Memo
 from aionn.tasks import leave_in_child, running_loop, seconds_until
@@ -105,6 +105,8 @@ class ExecutionBurstController:
         )
         number = requests.inode  # of this burst, in both processes
         caller.begin(depth, window_ns, calls, counts, number, int(patience_s * 1e9))
+        if isinstance(self._loop, ThreadWaits):
+            caller.sleep_fd = self._loop.fileno()
         self._result_fd = results.reader_fd
         self._loop.add_reader(self._result_fd, caller.event)
         leave_in_child(self)

@@ -101,6 +101,7 @@ static PyObject *caller_begin(PyObject *object, PyObject *args)
     self->depth = depth;
     self->patience_ns = patience_ns;
     self->alone = calls[CALL_SOON] == Py_None;
+    self->sleep_fd = -1;
     spin_begin(&self->spin, window_ns);
     for (unsigned i = 0; i < CALLS; i++) {
         Py_INCREF(calls[i]);
@@ -293,6 +294,7 @@ static PyMemberDef caller_members[] = {
     {"yield_by_ns", T_LONGLONG, offsetof(CallerObject, yield_by_ns), 0, NULL},
     {"yield_ns", T_LONGLONG, offsetof(CallerObject, yield_ns), 0, NULL},
     {"inline_ns", T_LONGLONG, offsetof(CallerObject, inline_ns), 0, NULL},
+    {"sleep_fd", T_INT, offsetof(CallerObject, sleep_fd), 0, NULL},
     {NULL, 0, 0, 0, NULL},
 };
 

@@ -8,19 +8,53 @@
 /* Whether a call looks in a thread without a loop. More than one would take the CPUs from the drivers that they wait for. */
 static _Atomic bool one_looks;
 
+/* Look for a packet, as long as the policy says. Return whether the queues can still be used. */
+static bool looked(CallerObject *self, const struct request *r)
+{
+    if (!self->alone)
+        return exchange_look(&self->exchange, self->exchange.results, r->began_ns, self->inline_ns) && !self->over;
+    if (!spin_budget_ns(&self->spin) || atomic_exchange(&one_looks, true))
+        return true;
+    bool usable = exchange_look(&self->exchange, self->exchange.results, r->began_ns, self->inline_ns);
+    one_looks = false;
+    return usable && !self->over;
+}
+
+/* Sleep until a packet has come, a descriptor of this thread's waits is ready, or it is time. Only in a thread without a loop. */
+static bool slept(CallerObject *self, const struct request *r)
+{
+    RingObject *queues[] = {self->exchange.requests, self->exchange.results};
+    struct ring *results = &queues[1]->ring;
+    if (self->sleep_fd < 0 || !ring_arm(results, true, EXCHANGE_ELEMENT, 0))
+        return true;
+    int64_t by_ns = self->patience_ns ? r->began_ns + self->patience_ns : r->deadline_ns;
+    by_ns = r->deadline_ns && r->deadline_ns < by_ns ? r->deadline_ns : by_ns;
+    self->sleeps++;
+    queues[0]->users++;
+    queues[1]->users++;
+    Py_BEGIN_ALLOW_THREADS
+    (void)ring_sleep_on(self->sleep_fd, by_ns); /* whatever ended it, the queue is looked at next */
+    Py_END_ALLOW_THREADS
+    ring_leave(queues[0]);
+    ring_leave(queues[1]);
+    if (self->over || !ring_if_usable(queues[1]))
+        return false;
+    ring_disarm(results, true);
+    ring_clear(results->reader_fd);
+    return true;
+}
+
 /* Look for the answer to the only request in flight, right here. Return NULL without an exception if it has not come. */
 static PyObject *answer_at_once(CallerObject *self, const struct request *r)
 {
     uint64_t bytes, all;
     struct exchange_stamp stamp;
-    if (self->alone && atomic_exchange(&one_looks, true))
-        return NULL;
-    bool usable = exchange_look(&self->exchange, self->exchange.results, r->began_ns, self->inline_ns);
-    if (self->alone)
-        one_looks = false;
-    if (!usable || self->over)
+    long long sleeps = self->sleeps;
+    if (!looked(self, r))
         return NULL;
     struct ring *results = &self->exchange.results->ring;
+    if (self->alone && !ring_would_wake(results, EXCHANGE_ELEMENT) && !slept(self, r))
+        return NULL;
     int known = exchange_peek(results, &self->exchange.table, &EXCHANGE_RESULT, &stamp, &bytes, &all);
     /* The general path judges anything else that the driver says. */
     if (known < 0 || bytes != all || stamp.first != r->identity || ring_commit_read(results, bytes) != RING_OK)
@@ -28,7 +62,7 @@ static PyObject *answer_at_once(CallerObject *self, const struct request *r)
     self->answers_at_once++;
     self->woken = 0;
     int64_t now_ns = ring_now_ns();
-    spin_waited(&self->spin, self->alone ? now_ns - r->began_ns : self->inline_ns, false);
+    spin_waited(&self->spin, self->alone ? now_ns - r->began_ns : self->inline_ns, self->sleeps != sleeps);
     PyObject *value = exchange_value(&self->exchange, known), *answer = flight_answer(self, r, value, stamp.second, now_ns);
     Py_DECREF(value); /* the table holds it, and no Python code has run */
     return answer;
@@ -70,9 +104,8 @@ static PyObject *request(CallerObject *self, PyObject *body, PyObject *settled, 
             Py_RETURN_NONE;
         r->captured_ns = captured;
     }
-    /* A caller that is alone waits right here. Suspending and resuming a task costs more time than many answers take. Without a loop, a
-     * thread waits in any case. While recent waits were long, it looks in one of many. */
-    bool alone = !self->first && self->woken <= 1 && (self->alone ? spin_budget_ns(&self->spin) > 0 : self->spin.brisk && now_ns < self->yield_by_ns);
+    /* A caller that is alone waits right here. Suspending and resuming a task costs more time than many answers take. */
+    bool alone = !self->first && self->woken <= 1 && (self->alone || (self->spin.brisk && now_ns < self->yield_by_ns));
     self->woken -= self->woken > 0;
     bool sends = !self->unsent && self->in_flight < self->depth;
     struct exchange_stamp stamp = {self->last_identity + 1, (uint64_t)deadline_ns};

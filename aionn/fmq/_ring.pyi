@@ -4,7 +4,7 @@ Every method of `Ring` raises through the subclass's `_raise_refusal(code)`, for
 """
 
 from asyncio import Future
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, SupportsIndex, TypeAlias
 
 from numpy.typing import NDArray
@@ -22,17 +22,10 @@ LONGEST_KNOWN: int
 SOON: int
 """Bit of a request queue's event flag: a request will come soon. A driver's wake-up takes 40 to 70 us here, a copy of 1 MB 20 to 70."""
 
-def wait_for(fds: Sequence[int], until_ns: int, /) -> int:
-    """Sleep without the GIL until a descriptor can be read, or until it can be written if it is given as `~fd`.
+def wait_for(fd: int, until_ns: int, /) -> None:
+    """Sleep without the GIL until a descriptor can be read, or until that time in CLOCK_MONOTONIC. 0 means no end.
 
     A signal runs its Python handlers in the main thread. Their exceptions are raised here, and otherwise the sleep goes on.
-
-    Args:
-        fds: at most 64.
-        until_ns: in CLOCK_MONOTONIC. 0 means no end.
-
-    Returns:
-        One bit for each descriptor that is ready, from the lowest bit on. 0 when the time has come.
     """
 
 class Ring:
@@ -143,10 +136,12 @@ class Caller:
         answers, answers_at_once: requests that a look has settled, and that were answered in the call that sent them.
         sleeps: how often this end has armed its queue.
         yield_by_ns: from then on the loop must run before a call looks for its answer.
+        sleep_fd: what a call sleeps on in a thread without a loop, or -1. It must be readable when the result queue's descriptor is.
         yield_ns, inline_ns: how long after the loop has run that is, and how long such a call looks.
     """
 
     inline_ns: int
+    sleep_fd: int
     yield_ns: int
     yield_by_ns: int
     @property
@@ -186,7 +181,7 @@ class Caller:
                 and calls `answered`. The fourth one is called when a request that waits cannot be sent. The fifth one gets the time at
                 which `late` must be called. The sixth one returns when the frame of a traced request was captured, or 0.
                 They must not raise. In a thread without a loop, None stands for `call_soon`. A call then looks for its answer for up to
-                `inline_ns` without the GIL, if no other such call of the process looks, and leaves nothing to be done soon.
+                `inline_ns` without the GIL, if no other such call of the process looks. Then it sleeps on `sleep_fd`.
             counts: a slot of a statistics page (`aionn.pages.BurstSlot`).
             burst: names the burst in trace records.
             patience_ns: a request that is unanswered for longer is overdue; see `late`. 0: none ever is.

@@ -159,48 +159,28 @@ static PyObject *ring_wait_flag(PyObject *object, PyObject *const *args, Py_ssiz
     return PyLong_FromUnsignedLong(taken); /* 0 means: look at the clock, then wait again */
 }
 
-#define MOST_DESCRIPTORS 64
-
-/* wait_for(fds, until_ns). A signal that Python code handles runs its handler here, and the handler may raise. */
+/* wait_for(fd, until_ns). A signal that Python code handles runs its handler here, and the handler may raise. */
 PyObject *ring_wait_for(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t given)
 {
-    struct pollfd polled[MOST_DESCRIPTORS];
-    Py_ssize_t count = given == 2 ? PySequence_Size(args[0]) : -1;
-    long long until_ns = count >= 0 ? PyLong_AsLongLong(args[1]) : 0;
-    if (count < 0 || count > MOST_DESCRIPTORS) {
-        if (!PyErr_Occurred())
-            PyErr_SetString(PyExc_TypeError, "wait_for(fds, until_ns), with at most 64 descriptors");
-        return NULL;
-    }
-    for (Py_ssize_t i = 0; i < count && !PyErr_Occurred(); i++) {
-        PyObject *number = PySequence_GetItem(args[0], i);
-        long fd = number ? PyLong_AsLong(number) : -1;
-        Py_XDECREF(number);
-        polled[i] = (struct pollfd){(int)(fd < 0 ? ~fd : fd), fd < 0 ? POLLOUT : POLLIN, 0};
-    }
+    long fd = given == 2 ? PyLong_AsLong(args[0]) : -1;
+    long long until_ns = given == 2 && !PyErr_Occurred() ? PyLong_AsLongLong(args[1]) : 0;
+    if (given != 2)
+        PyErr_SetString(PyExc_TypeError, "wait_for(fd, until_ns)");
     if (PyErr_Occurred())
         return NULL;
     for (;;) {
-        int64_t left_ns = until_ns ? until_ns - ring_now_ns() : 0;
-        left_ns = left_ns < 0 ? 0 : left_ns;
-        struct timespec left = {.tv_sec = (time_t)(left_ns / 1000000000), .tv_nsec = (long)(left_ns % 1000000000)};
-        int ready, error;
+        int error;
         Py_BEGIN_ALLOW_THREADS
-        ready = ppoll(polled, (nfds_t)count, until_ns ? &left : NULL, NULL);
-        error = errno;
+        error = ring_sleep_on((int)fd, until_ns);
         Py_END_ALLOW_THREADS
-        if (ready >= 0)
-            break;
+        if (!error)
+            Py_RETURN_NONE;
         errno = error;
         if (error != EINTR)
             return PyErr_SetFromErrno(PyExc_OSError);
         if (PyErr_CheckSignals() < 0)
             return NULL;
     }
-    uint64_t bits = 0;
-    for (Py_ssize_t i = 0; i < count; i++)
-        bits |= (uint64_t)(polled[i].revents != 0) << i;
-    return PyLong_FromUnsignedLongLong(bits);
 }
 
 PyMethodDef ring_waiting_methods[] = {

@@ -46,7 +46,8 @@ typedef struct {
     unsigned depth, in_flight;
     unsigned woken; /* callers that the last look has woken and that have not called since */
     bool armed, looking, joined, over;
-    bool alone; /* its thread runs no loop, so a call looks for as long as the policy says, and then sleeps */
+    bool alone;   /* its thread runs no loop, so a call looks for as long as the policy says, and then sleeps */
+    int sleep_fd; /* what such a call sleeps on: readable when anything that the thread waits for is; or -1 */
     long long looking_until_ns, timer_ns;        /* `timer_ns`: when `late` will be called, or 0 */
     long long patience_ns, asked_ns;             /* an older request is overdue, or 0; when `late` last found one overdue */
     unsigned long long asked;                    /* the request that `late` found overdue last */

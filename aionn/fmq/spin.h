@@ -11,6 +11,16 @@ static inline int64_t ring_now_ns(void)
     return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
 }
 
+/* Sleep until a descriptor can be read, or it is that time (0: without end). Return 0 or an error number. */
+static inline int ring_sleep_on(int fd, int64_t until_ns)
+{
+    int64_t left_ns = until_ns ? until_ns - ring_now_ns() : 0;
+    left_ns = left_ns < 0 ? 0 : left_ns;
+    struct timespec left = {.tv_sec = (time_t)(left_ns / 1000000000), .tv_nsec = (long)(left_ns % 1000000000)};
+    struct pollfd polled = {fd, POLLIN, 0};
+    return ppoll(&polled, 1, until_ns ? &left : NULL, NULL) < 0 ? errno : 0;
+}
+
 static inline void ring_pause(void)
 {
 #if defined(__x86_64__) || defined(__i386__)

@@ -18,6 +18,7 @@ import asyncio
 import heapq
 import itertools
 import os
+import select
 import threading
 import time
 from collections import deque
@@ -97,28 +98,35 @@ class Timer:
 
 
 class ThreadWaits:
-    """The waits of one blocking face.
+    """The waits of one blocking burst.
 
     Attributes:
-        pending: whether `turn` has something to do, perhaps later.
+        calls: what other threads have left for the thread that waits.
+        timers: time, number and timer, the earliest first.
     """
 
     call_soon = None
     """Nothing runs between two calls, so nothing can be left for soon. `Caller` sees by this that it must not leave anything."""
 
     def __init__(self) -> None:
-        self._watched: dict[int, Callable[[], object]] = {}
-        self._timers: list[tuple[int, int, Timer]] = []
+        self.calls: deque[Callable[[], object]] = deque()
+        self.timers: list[tuple[int, int, Timer]] = []
         self._numbers = itertools.count()
-        self._calls: deque[Callable[[], object]] = deque()
+        self._watched: dict[int, dict[int, Callable[[], object]]] = {}  # by descriptor, and by EPOLLIN or EPOLLOUT
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        try:
+            self._epoll = select.epoll()
+        except BaseException:
+            os.close(self._wake_fd)
+            raise
+        self._epoll.register(self._wake_fd, select.EPOLLIN)
         self._waking = threading.RLock()  # a handler of a signal may come here while its thread is inside
         self._closed = False
         leave_in_child(self)
 
-    @property
-    def pending(self) -> bool:
-        return bool(self._calls or self._timers)
+    def fileno(self) -> int:
+        """Return a descriptor that can be read when any of the watched ones is ready, or another thread has called."""
+        return self._epoll.fileno()
 
     # --- what they need of a loop --------------------------------------------------------------------------------------
 
@@ -127,30 +135,46 @@ class ThreadWaits:
 
     def call_later(self, seconds: float, callback: Callable[..., object], *args: object) -> Timer:
         timer = Timer(partial(callback, *args))
-        heapq.heappush(self._timers, (time.monotonic_ns() + int(seconds * 1e9), next(self._numbers), timer))
+        heapq.heappush(self.timers, (time.monotonic_ns() + int(seconds * 1e9), next(self._numbers), timer))
         return timer
 
     def call_soon_threadsafe(self, callback: Callable[..., object], *args: object) -> None:
         """Run a callback in the thread that waits, or in the next one that does."""
-        self._calls.append(partial(callback, *args))
+        self.calls.append(partial(callback, *args))
         with self._waking:
             if not self._closed:
                 os.eventfd_write(self._wake_fd, 1)
 
     def add_reader(self, fd: int, callback: Callable[..., object], *args: object) -> None:
-        self._watched[fd] = partial(callback, *args)
+        self._watch(fd, select.EPOLLIN, partial(callback, *args) if args else callback)
 
     def remove_reader(self, fd: int) -> None:
-        self._watched.pop(fd, None)
+        self._watch(fd, select.EPOLLIN, None)
 
     def add_writer(self, fd: int, callback: Callable[..., object], *args: object) -> None:
-        self._watched[~fd] = partial(callback, *args)
+        self._watch(fd, select.EPOLLOUT, partial(callback, *args) if args else callback)
 
     def remove_writer(self, fd: int) -> None:
-        self._watched.pop(~fd, None)
+        self._watch(fd, select.EPOLLOUT, None)
 
     def is_closed(self) -> bool:
         return self._closed
+
+    def _watch(self, fd: int, event: int, callback: Callable[[], object] | None) -> None:
+        """Call back when the event comes. None ends that, before the descriptor is closed."""
+        if self._closed:
+            return
+        known = self._watched.pop(fd, None)
+        wanted = {**(known or {}), event: callback}
+        found = {event: call for event, call in wanted.items() if call is not None}
+        if found:
+            self._watched[fd] = found
+        if known and found:
+            self._epoll.modify(fd, sum(found))
+        elif found:
+            self._epoll.register(fd, sum(found))
+        elif known:
+            self._epoll.unregister(fd)
 
     # --- waiting -------------------------------------------------------------------------------------------------------
 
@@ -162,34 +186,35 @@ class ThreadWaits:
         """
         self.turn()
         while not waited.done():
-            fds = [self._wake_fd, *self._watched]
-            ready = wait_for(fds, self._timers[0][0] if self._timers else 0)
-            if ready & 1:
-                os.eventfd_read(self._wake_fd)
+            wait_for(self._epoll.fileno(), self.timers[0][0] if self.timers else 0)
+            for fd, events in self._epoll.poll(0):
+                if fd == self._wake_fd:
+                    os.eventfd_read(fd)
+                for event, callback in list(self._watched.get(fd, {}).items()):
+                    if events & (event | select.EPOLLERR | select.EPOLLHUP):
+                        callback()
             self.turn()
-            for number, fd in enumerate(fds):
-                if number and ready >> number & 1 and (callback := self._watched.get(fd)) is not None:
-                    callback()
 
     def turn(self) -> None:
         """Run what other threads have left here, and the timers that are due."""
-        while self._calls:
-            self._calls.popleft()()
-        timers = self._timers
+        while self.calls:
+            self.calls.popleft()()
+        timers = self.timers
         while timers and (timers[0][2].cancelled() or timers[0][0] <= time.monotonic_ns()):
             timer = heapq.heappop(timers)[2]
             if not timer.cancelled():
                 timer.callback()
 
     def close(self) -> None:
-        """Close the descriptor. Nothing is called any more."""
+        """Close the descriptors. Nothing is called any more."""
         with self._waking:
             if not self._closed:
                 self._closed = True
                 os.close(self._wake_fd)
+                self._epoll.close()
         self._watched.clear()
-        self._timers.clear()
-        self._calls.clear()
+        self.timers.clear()
+        self.calls.clear()
 
     def leave(self) -> None:
         """Close what a child of fork has of it. Another thread of the parent may be inside."""

@@ -214,8 +214,8 @@ class BlockingConnection(BurstConnection):
 
     # --- who is inside -------------------------------------------------------------------------------------------------
 
-    def run(self, work: Callable[..., Coroutine[Any, Any, T]], *args: Any, **kwargs: Any) -> T:
-        """Run a call in this thread.
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a call in this thread. `work` has not begun.
 
         Raises:
             CallerError: another call runs, or this is a child by `os.fork`.
@@ -226,9 +226,10 @@ class BlockingConnection(BurstConnection):
             if self._inside.setdefault(0, here) is not here:
                 self.session.check_process()
                 raise CallerError(_BUSY)
-            if self._waits.pending:
-                self._waits.turn()
-            return completed(work(*args, **kwargs))
+            waits = self._waits
+            if waits.calls or waits.timers:
+                waits.turn()
+            return completed(work)
         except AionnError:
             raise
         except BaseException:
@@ -241,6 +242,7 @@ class BlockingConnection(BurstConnection):
                 del self._inside[0]
                 if self._left:
                     self._do_left()
+            work.close()  # nothing, if it has ended
 
     def leave_to_next(self, act: Callable[[], None]) -> None:
         """Run `act` when nobody is inside: now, or by the thread that is inside."""
@@ -322,7 +324,8 @@ class BlockingConnection(BurstConnection):
 
     def check_here(self) -> None:
         """See before each call that it may run, and that the usual way leads to the model that serves."""
-        self.check_open()
+        if not self._open:
+            self.check_open()
         link = self.usual[2]
         if link is not None and link.serving is not self._compiled.serving:
             self.count_from_now()
@@ -417,7 +420,7 @@ class BlockingBurst:
         self._burst = Burst(connection)
 
     def __enter__(self) -> BlockingBurst:
-        self._connection.run(self._connection.open)
+        self._connection.run(self._connection.open())
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
@@ -446,9 +449,8 @@ class BlockingBurst:
             BaseException: what the handler of a signal raises in the main thread, such as `KeyboardInterrupt`. The burst stays usable, and
                 its next call connects anew.
         """
-        return self._connection.run(
-            self._burst.compute, inputs, outputs=outputs, measure_timing=measure_timing, timeout_s=timeout_s, retry=retry
-        )
+        call = self._burst.compute(inputs, outputs=outputs, measure_timing=measure_timing, timeout_s=timeout_s, retry=retry)
+        return self._connection.run(call)
 
     def statistics(self) -> dict[str, int]:
         """Return counts since the burst was made; see `Burst.statistics`."""
