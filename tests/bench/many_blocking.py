@@ -1,7 +1,8 @@
 """The blocking face beside the awaited call. Row N10 of `tests.bench.many`.
 
-Both call the same driver. The blocking calls run in a thread, while the loop has nothing to do. A paced thread sleeps until a frame is
-due, as a camera's thread waits for its picture, and a paced task waits for a timer of the kernel's. Times are from the call to its answer.
+Both call the same driver. The blocking calls run in a thread, while the loop has nothing to do. At a rate, both wait for a timer of the
+kernel's: the task in its loop, and the thread in a read that blocks, as a camera's thread waits for its picture. Times at a rate are from
+the moment when a frame is due.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from tempfile import TemporaryDirectory
 import aionn
 from tests.bench.machine import process_cpu_ns
 from tests.bench.real_hot import CALLS_PER_FRAME, compiled, timed
-from tests.bench.real_paced import LEAD, SEGMENTS, SILERO_RATE, Stream, steady, ticking
+from tests.bench.real_paced import LEAD, SEGMENTS, SILERO_RATE, BlockingTimer, Stream, steady, ticking
 from tests.bench.real_report import Lanes, Options, Report, Taken, ratios
 from tests.bench.real_subjects import Inputs, Subject, identity_subject, silero_subject
 
@@ -53,7 +54,7 @@ async def _measure(subject: Subject, report: Report, options: Options) -> None:
                             await stream.segment(subject.inputs, steady(SILERO_RATE), options.frames // SEGMENTS)
                         else:
                             await asyncio.to_thread(thread.segment, subject.inputs, options.frames // SEGMENTS)
-                paced[AWAITED].append(stream.taken())
+                paced[AWAITED].append(Taken.of(stream.late_ns, *stream.cpu_ns))
                 paced[BLOCKING].append(thread.taken())
     for what, lanes, bound in (("without a pause", hot, 0.8), (f"at {SILERO_RATE}/s", paced, 1.0)):
         report.show(f"{subject.name} {what}", lanes)
@@ -80,23 +81,24 @@ class ThreadStream:
         self._calls = calls
         self._pids = (os.getpid(), pid)
         self._cpu_ns = [0, 0]
-        self._taken_ns: list[int] = []
+        self._late_ns: list[int] = []
 
     def segment(self, inputs: Sequence[Inputs], count: int) -> None:
         """Call `count` times after the leading frames."""
         period_ns = int(1e9 / SILERO_RATE)
         due_ns, before = time.monotonic_ns() + period_ns, [0, 0]
+        timer = BlockingTimer()
         for number in range(-LEAD, count):
             if number == 0:
                 before = [process_cpu_ns(pid) for pid in self._pids]
-            time.sleep(max(0, due_ns - time.monotonic_ns()) / 1e9)
-            began_ns = time.monotonic_ns()
+            timer.sleep_until(due_ns)
             self._calls.compute(inputs[number % len(inputs)])
             if number >= 0:
-                self._taken_ns.append(time.monotonic_ns() - began_ns)
+                self._late_ns.append(time.monotonic_ns() - due_ns)
             due_ns += period_ns
+        timer.close()
         for place, pid in enumerate(self._pids):
             self._cpu_ns[place] += process_cpu_ns(pid) - before[place]
 
     def taken(self) -> Taken:
-        return Taken.of(self._taken_ns, *self._cpu_ns)
+        return Taken.of(self._late_ns, *self._cpu_ns)

@@ -48,6 +48,25 @@ class _Setting(ctypes.Structure):
     _fields_ = (("interval", _Time), ("first", _Time))
 
 
+class BlockingTimer:
+    """Sleep until points in time of the monotonic clock, to some microseconds, in this thread."""
+
+    def __init__(self) -> None:
+        self._libc = ctypes.CDLL(None, use_errno=True)
+        self._fd = self._libc.timerfd_create(time.CLOCK_MONOTONIC, os.O_CLOEXEC)
+        if self._fd < 0:
+            raise OSError(ctypes.get_errno(), "timerfd_create")
+
+    def sleep_until(self, due_ns: int) -> None:
+        setting = _Setting(_Time(0, 0), _Time(*divmod(due_ns, 10**9)))
+        if self._libc.timerfd_settime(self._fd, 1, ctypes.byref(setting), None) < 0:
+            raise OSError(ctypes.get_errno(), "timerfd_settime")
+        os.read(self._fd, 8)
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
 class Ticks:
     """Wait for points in time of the monotonic clock, to some microseconds, without holding the loop."""
 
@@ -95,7 +114,7 @@ class Stream:
         self._call = call
         self._pids = (os.getpid(), *([pid] if pid else []))
         self._busy_ns = busy_ns
-        self._cpu_ns = [0, 0]
+        self.cpu_ns = [0, 0]
         self.taken_ns: list[int] = []
         """From the call to its answer."""
         self.late_ns: list[int] = []
@@ -124,10 +143,10 @@ class Stream:
                     self.executed_ns.append(self._busy_ns() - busy_ns)
             due_ns += rhythm(number + 1)
         for place, pid in enumerate(self._pids if before else ()):
-            self._cpu_ns[place] += process_cpu_ns(pid) - before[place]
+            self.cpu_ns[place] += process_cpu_ns(pid) - before[place]
 
     def taken(self) -> Taken:
-        return Taken.of(self.taken_ns, *self._cpu_ns)
+        return Taken.of(self.taken_ns, *self.cpu_ns)
 
 
 @asynccontextmanager

@@ -21,11 +21,17 @@ from anyio.from_thread import BlockingPortal, start_blocking_portal
 from numpy.typing import NDArray
 
 import aionn
+from aionn.runtime.processes.devices import Devices
 from aionn.testing import FakeDevice, identity_model
 from tests.journeys.silero import Directly, assert_same, still, windows
 from tests.leaks import driver_pids, ended, leak_check
+from tests.runtime.operator_engines import CpuWholeEngine, WholeEngine, drivers, three_step_model
+from tests.runtime.operator_engines import expected as three_steps
+from tests.runtime.partial_engines import LeftFake, RightFake
+from tests.runtime.planned_models import LEFT, RIGHT, chain
+from tests.runtime.planned_models import compiled as planned
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("surroundings")]
 
 T = TypeVar("T")
 SHAPE = (1, 16)
@@ -336,6 +342,74 @@ async def test_a_swap_reaches_an_open_burst() -> None:
             await runtime.swap(compilation, times(factor))
             assert ((await in_thread(burst.compute, of(3)))["input_out"] == 3 * factor).all()
         burst.close()
+
+
+async def test_a_state_moves_with_a_swap_and_no_step_is_lost(silero_path: Path) -> None:
+    expected = Directly(silero_path).stream(60)
+    model = aionn.Model.from_onnx(silero_path)
+    async with leak_check(), aionn.Runtime() as runtime:
+        compilation = await runtime.compile(model, devices=("onnxruntime",))
+        async with await compilation.allocate(inputs=("state",), outputs=("stateN",)) as state:
+            await state.reset()
+            done = 0
+
+            def work() -> None:
+                nonlocal done
+                with compilation.blocking() as burst:
+                    for window, right in zip(windows(60), expected, strict=True):
+                        found = burst.compute({"input": window, "state": state}, outputs={"stateN": state})
+                        np.testing.assert_allclose(found["output"], right["output"], atol=1e-6)
+                        done += 1
+
+            async with anyio.create_task_group() as threads:
+                threads.start_soon(in_thread, work)
+                for _ in range(2):
+                    await runtime.swap(compilation, model)
+            assert done == 60
+            np.testing.assert_allclose(await state.snapshot(), expected[-1]["stateN"], atol=1e-6)
+
+
+async def test_a_model_that_is_cut_over_two_drivers_is_called_in_the_same_way() -> None:
+    with FakeDevice(LeftFake) as left, FakeDevice(RightFake) as right_device:
+        async with planned(chain(("left", "right")), LEFT, RIGHT) as (_, compilation):
+            inputs = {"input": np.full(SHAPE, 3, np.float32)}
+            expected = {name: array.copy() for name, array in (await compilation.compute(inputs)).items()}
+            burst = await opened(compilation)
+            for _ in range(5):
+                found = await in_thread(burst.compute, inputs)
+                assert all((found[name] == array).all() for name, array in expected.items())
+            right_device.hang()
+            error = await in_thread(partial(outcome, partial(burst.compute, inputs, timeout_s=0.05)))
+            assert isinstance(error, aionn.DeadlineError)
+            right_device.behave()
+            left.hang()
+            call = Caller(burst.compute, inputs)
+            pid = await left.heard("run")
+            left.behave()
+            os.kill(pid, signal.SIGKILL)
+            assert isinstance(await call.outcome(), aionn.DriverDiedError)
+            found = await in_thread(burst.compute, inputs)
+            assert all((found[name] == array).all() for name, array in expected.items())
+            del found
+            burst.close()
+
+
+async def test_a_call_that_fails_is_computed_by_another_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    with drivers(WholeEngine, CpuWholeEngine) as (first, cpu):
+        monkeypatch.setattr(Devices, "installed", property(lambda _: [first.name, cpu.name]))
+        first.fail("broken", "run")
+        x = np.linspace(-1, 1, 64, dtype=np.float32).reshape(1, 64)
+        model = aionn.Model.from_onnx(three_step_model())
+        async with leak_check(), aionn.Runtime(start=()) as runtime:
+            compilation = await runtime.compile(model)
+            burst = await opened(compilation)
+            for turn in range(3):
+                found = await in_thread(burst.compute, {"x": x + turn})
+                np.testing.assert_allclose(found["y"], three_steps(x + turn), rtol=1e-6)
+                assert found.device == cpu.name
+            del found
+            assert burst.statistics()["fell_back"] == 1
+            burst.close()
 
 
 async def test_memory_is_given_back_while_it_is_not_used_and_the_next_call_loads_again(fake: FakeDevice) -> None:
