@@ -188,6 +188,17 @@ def test_a_hit_imports_nothing_that_it_does_not_need(tmp_path: Path) -> None:
         assert len(aionns(set(modules))) <= most, len(aionns(set(modules)))
 
 
+def test_a_confined_driver_leaves_bytecode_of_every_module_so_that_none_compiles_them_again(tmp_path: Path) -> None:
+    """As after an editable install, where `pip` has compiled nothing. The driver may write no file once it is confined."""
+    script = textwrap.dedent(DRIVEN).replace("start=()", "start=(), template=False")
+    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONDONTWRITEBYTECODE", "AIONN_SANDBOX")}
+    command = [sys.executable, "-P", "-c", script]
+    subprocess.run(command, timeout=120, check=True, env=environment | {"PYTHONPYCACHEPREFIX": str(tmp_path)})
+    package = Path(aionn.__file__).parent
+    kept = {path.name.partition(".")[0] for path in (tmp_path / package.relative_to("/")).rglob("*.pyc")}
+    assert {path.stem for path in package.rglob("*.py")} <= kept
+
+
 def test_run_refuses_a_thread_whose_loop_runs_already() -> None:
     async def inner() -> None:
         async def nothing() -> None: ...

@@ -273,3 +273,30 @@ def test_an_app_killed_at_any_moment_of_its_start_leaves_no_driver() -> None:
             app.kill()
         while processes_with("AIONN_TEST_MARK", mark):  # without an end, the test's own time limit ends it
             time.sleep(0.02)
+
+
+async def test_the_loop_turns_between_the_starts_of_drivers_that_are_asked_for_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each start blocks the loop for as long as the template takes to copy itself. Together they would block it for seconds."""
+    turns = 0
+    started: list[int] = []
+
+    class Refused(spawning.Spawned):
+        def __init__(self, name: str, *_: object) -> None:
+            started.append(turns)
+            raise aionn.DeviceUnavailableError(name, "it is not started in this test")
+
+    async def restart(device: aionn.Device) -> None:
+        with pytest.raises(aionn.DeviceUnavailableError, match="not started in this test"):
+            await device.restart()
+
+    monkeypatch.setattr("aionn.runtime.processes.process.Spawned", Refused)
+    async with aionn.Runtime(start=()) as runtime:
+        devices = [device for usual in runtime.devices for device in (usual, usual.low_priority) if device is not None]
+        async with anyio.create_task_group() as tasks:
+            for device in devices:
+                tasks.start_soon(restart, device)
+            while len(started) < len(devices):
+                turns += 1
+                await anyio.lowlevel.checkpoint()
+    assert len(devices) > 4
+    assert len(set(started)) == len(devices)

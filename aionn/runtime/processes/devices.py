@@ -243,6 +243,7 @@ class Devices:
         self._workers: set[DriverProcess] = set()
         self._ending: set[DriverProcess] = set()
         self._closed = False
+        self._turn = anyio.Lock()
         use_template(self)
 
     @property
@@ -353,10 +354,12 @@ class Devices:
                 process = device._process = None
             if process is None and not self._closed:
                 await device._restarts.pause()
-            # No await from here to the start: `aclose` ends the processes that it finds, and nothing would end a later one.
-            self.check_open()
-            if process is None:
-                process = self._started(device)
+            # A start blocks the loop for some milliseconds. The lock lets the loop turn between two starts.
+            async with self._turn:
+                # No await from here to the start: `aclose` ends the processes that it finds, and nothing would end a later one.
+                self.check_open()
+                if process is None:
+                    process = self._started(device)
             try:
                 remote = await process.ready()
             except BaseException as error:
