@@ -136,8 +136,7 @@ class Lanes:
             self._closed = Job(_nothing, ended)
             self._native.stop()
             with suppress(TimeoutError):
-                async with asyncio.timeout(CLOSE_S):
-                    await ended.wait()
+                await asyncio.wait_for(ended.wait(), CLOSE_S)
 
     def _serve(self, lane: Lane) -> None:
         try:

@@ -116,8 +116,7 @@ async def _serve_until_gone(device: IDevice, begun: Begun, tasks: Tasks, page: D
     await service.ended.wait()
     logging.getLogger("aionn").removeHandler(lines)
     with suppress(TimeoutError):
-        async with asyncio.timeout(CLEAN_UP_S):
-            await service.aclose()
+        await asyncio.wait_for(service.aclose(), CLEAN_UP_S)
 
 
 def main(begun: Begun) -> int:
