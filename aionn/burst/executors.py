@@ -33,9 +33,11 @@ class IBoundExecution(Protocol):
 
     Attributes:
         serial: whether it must not overlap with other requests of its burst, because it uses memory of the device.
+        kind: requests of one kind may be joined into one run. 0: it joins with no other request.
     """
 
     serial: bool
+    kind: int
 
     def run(self, lane: Any, measure_timing: bool) -> Result:
         """Run in the thread of a lane. Raises nothing: every failure is a result."""
@@ -185,6 +187,7 @@ class DefaultBurstExecutorWithCache:
 
 class _DefaultBoundExecution:
     serial = True
+    kind = 0
 
     def __init__(self, prepared: IPreparedModel, request: Request, pools: Sequence[IMemory]) -> None:
         self._prepared = prepared

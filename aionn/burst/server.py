@@ -348,7 +348,8 @@ class ExecutionBurstServer:
         await self._ensure_cache_entries([pool.slot for pool in decoded.pools if not pool.token])
         entry = Bound(self._executor.bind(decoded.request, decoded.pools), decoded.measure_timing, self._bodies)
         if key is not None:
-            self._native.remember(key, entry, entry.execution.serial)
+            kind = entry.execution.kind
+            self._native.remember(key, entry, entry.execution.serial, kind and 2 * kind + entry.measure_timing)
         return entry
 
     async def _ensure_cache_entries(self, slots: Sequence[int]) -> None:

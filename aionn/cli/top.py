@@ -140,6 +140,7 @@ def _devices(devices: Sequence[DeviceFigures]) -> Table:
     table = _table(["  device", "pid>", "CPU>", "memory>", "threads>", "restarts>", "doing"])
     for one in devices:
         since = "" if one.state_s is None else f" {_short(one.state_s)}"
+        joined = "" if one.rows_per_run is None else f", {one.rows_per_run:.1f} rows/run"
         table.add_row(
             _cell(f"  {one.device}{' (low priority)' if one.priority == 'low' else ''}"),
             "-" if one.pid is None else str(one.pid),
@@ -147,7 +148,7 @@ def _devices(devices: Sequence[DeviceFigures]) -> Table:
             size(one.rss_bytes) if one.pid is not None else "-",
             str(one.threads) if one.pid is not None else "-",
             str(one.restarts),
-            _cell(one.state + since, _STYLES.get(one.state, "")),
+            _cell(one.state + since + joined, _STYLES.get(one.state, "")),
         )
     return table
 

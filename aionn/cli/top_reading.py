@@ -187,6 +187,7 @@ class DeviceFigures:
         state_s: for how long, or None if that is not known.
         cpu_percent: 100 is one CPU in full.
         starts: how often a driver of this device was started. restarts: starts after the first.
+        rows_per_run: how many requests' rows share a run (`compile(batch=)`), or None if no requests may be joined.
     """
 
     device: str
@@ -199,6 +200,7 @@ class DeviceFigures:
     threads: int
     starts: int
     restarts: int
+    rows_per_run: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -379,6 +381,7 @@ def _devices(app: AppReading, before: AppReading | None, interval_s: float | Non
             threads=process.threads if process else 0,
             starts=starts,
             restarts=max(0, starts - 1),
+            rows_per_run=driver.activity.joined_rows / driver.activity.joined_runs if driver and driver.activity.joined_runs else None,
         )
 
     for slot in app.view.slots:

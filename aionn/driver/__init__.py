@@ -11,6 +11,7 @@
     options    the facts that an engine may leave out, and the options that apps give it
     compiling  one compilation by an engine, and better artifacts that the engine offers while it runs
     sharing    the executables of prepared models: one per instance, shared by prepared models of the same model
+    joining    requests of several callers in one run
     lanes      the threads of a prepared model, one per instance: each waits for requests natively, and runs them by priority
     threads    the threads for compiling and loading
     artifacts  stores what was compiled, and loads it verified

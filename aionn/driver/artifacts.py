@@ -26,6 +26,7 @@ from aionn.caching.private_folder import RecordsFolder
 from aionn.driver.engine_errors import report_bug, way_out
 from aionn.driver.received import LentDescriptors
 from aionn.errors import AionnError, CallerError, CompilationError, text_of
+from aionn.hal.batching import RowAxes
 from aionn.hal.engine import Artifact, CompileOptions, Engine, Executable
 from aionn.hal.interfaces import CacheHandles
 from aionn.hal.model import PooledModel
@@ -43,12 +44,13 @@ _LENGTH = struct.Struct("<Q")
 
 
 class Description(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The operands of the stored model, in order, and its token."""
+    """The operands of the stored model, in order, and its token. `rows`: what is known of its rows, if that was asked for."""
 
     format: int
     model_token: bytes
     inputs: tuple[tuple[str, Border], ...]
     outputs: tuple[tuple[str, Border], ...]
+    rows: RowAxes | None = None
 
 
 class Loaded(msgspec.Struct, frozen=True):
@@ -113,7 +115,7 @@ class Artifacts:
                 self._store = IntegrityStore(name, version, self.files, state_directory=state_directory, known_as=self._known_as)
             return self._store
 
-    def save(self, executable: Executable, model: PooledModel, handles: CacheHandles) -> str:
+    def save(self, executable: Executable, model: PooledModel, handles: CacheHandles, rows: RowAxes | None = None) -> str:
         """Store a compiled model. Return "saved", "declined", or the reason why the model was not stored.
 
         Errors of the engine and of the file system are reasons, and are never raised.
@@ -130,13 +132,15 @@ class Artifacts:
             return str(Refusal(MissReason.IO_ERROR, f"the engine's export failed ({why})"))
         if artifact is None:
             return "declined"
-        return self.store(artifact, handles, _described(model.token, model.inputs, model.outputs))
+        return self.store(artifact, handles, _described(model.token, model.inputs, model.outputs, rows))
 
-    def store_again(self, artifact: Artifact, handles: CacheHandles, token: bytes, inputs: Operands, outputs: Operands) -> str:
+    def store_again(
+        self, artifact: Artifact, handles: CacheHandles, token: bytes, inputs: Operands, outputs: Operands, rows: RowAxes | None
+    ) -> str:
         """Store a better artifact of a prepared model. Return "saved", or the reason why it was not stored."""
         if refusal := self._wrong_number(handles):
             return str(refusal)
-        return self.store(artifact, handles, _described(token, inputs, outputs))
+        return self.store(artifact, handles, _described(token, inputs, outputs, rows))
 
     def store(self, artifact: Artifact, handles: CacheHandles, description: bytes) -> str:
         """Store an artifact with that description at its end. Return "saved", or the reason why it was not stored."""
@@ -242,9 +246,9 @@ class Artifacts:
                 self._store = None
 
 
-def _described(token: bytes, inputs: Operands, outputs: Operands) -> bytes:
+def _described(token: bytes, inputs: Operands, outputs: Operands, rows: RowAxes | None) -> bytes:
     """Return what stands behind the engine's bytes in the first file."""
-    description = msgspec.msgpack.encode(Description(FORMAT, token, as_messages(inputs), as_messages(outputs)))
+    description = msgspec.msgpack.encode(Description(FORMAT, token, as_messages(inputs), as_messages(outputs), rows))
     return description + _LENGTH.pack(len(description))
 
 

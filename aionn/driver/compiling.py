@@ -17,6 +17,7 @@ from aionn.driver.artifacts import Artifacts, LentHandles
 from aionn.driver.engine_errors import report_bug, way_out
 from aionn.driver.threads import Threads
 from aionn.errors import AionnError, CallerError, CompilationError, ExecutionError, text_of
+from aionn.hal.batching import RowAxes
 from aionn.hal.engine import Artifact, CompileOptions, Engine, Executable
 from aionn.hal.interfaces import CacheHandles
 from aionn.hal.model import PooledModel, known_contents, may_change
@@ -104,7 +105,7 @@ class Tuning:
     Args:
         device: its name.
         executables: of the prepared model.
-        description: the model's token, inputs and outputs, which are stored with an artifact.
+        description: the model's token, inputs, outputs and rows, which are stored with an artifact.
 
     Attributes:
         possible: whether its engine may ever offer anything.
@@ -116,7 +117,7 @@ class Tuning:
         executables: Sequence[Executable],
         threads: Threads,
         artifacts: Artifacts,
-        description: tuple[bytes, Mapping[str, Operand], Mapping[str, Operand]],
+        description: tuple[bytes, Mapping[str, Operand], Mapping[str, Operand], RowAxes | None],
     ) -> None:
         self._device = device
         self._ask: Callable[[], Any] | None = next(

@@ -32,6 +32,7 @@ from aionn.driver.prepared_model import EnginePreparedModel
 from aionn.driver.sharing import CompiledIdentity, Shared, Sharing, identity_of, identity_of_stored, instances_of, own_instances
 from aionn.driver.threads import Threads, trim_arenas
 from aionn.errors import CompilationError, DeadlineError
+from aionn.hal.batching import RowAxes
 from aionn.hal.engine import CancelFlag, CompileOptions, Engine, Executable
 from aionn.hal.interfaces import CacheHandles, IPreparedModel, PrepareOptions
 from aionn.hal.model import PooledModel
@@ -67,6 +68,7 @@ class EngineDevice:
         known_as: the name by which the app knows the device, if it is not the engine's.
 
     Attributes:
+        page: the statistics page that shows what the device does, or None.
         turns: lets runs of high priority go first. Every prepared model of the process shares them.
         optional: the facts that the engine may leave out.
     """
@@ -80,7 +82,7 @@ class EngineDevice:
         known_as: str = "",
     ) -> None:
         self._engine = engine
-        self._page = page
+        self.page = page
         self._tasks = tasks
         self._threads = Threads(f"{engine.name} compilation", _COMPILES_AT_ONCE)
         self.behind = self._threads.behind  # runs what no answer waits for
@@ -134,15 +136,23 @@ class EngineDevice:
                 identity = identity_of(model, compiled.contents, options)
                 # Before it is stored, since the number of instances may be refused.
                 shared, executables = await self._executables(identity, Shared(compiled.executable), options, flag)
+                if options.batching is not None and shared.rows is None:
+                    from aionn.driver.joining.probing import probed  # most models join nothing
+
+                    batching, first = options.batching, executables[0]
+                    with trace.span("driver.probe_rows", device=self.name):
+                        shared.rows = await self._blocking(lambda: probed(self.name, first, model, batching), flag, options.deadline_ns)
                 if lent is not None and not outcome:
-                    outcome = await self._save(compiled.executable, model, lent, flag, options.deadline_ns)
+                    outcome = await self._save(compiled.executable, model, lent, flag, options.deadline_ns, shared.rows)
                 _return_freed_memory(model, self.behind)
         finally:
             if lent is not None:
                 lent.release()
         prepared = EnginePreparedModel(self, executables, model.inputs, model.outputs, options, outcome, constants_of(model), shared)
         prepared.contents, prepared.runs_on = contents, runs_on(shared.executable)
-        prepared.tuning = Tuning(self.name, executables, self._threads, self._artifacts, (model.token, model.inputs, model.outputs))
+        prepared.tuning = Tuning(
+            self.name, executables, self._threads, self._artifacts, (model.token, model.inputs, model.outputs, shared.rows)
+        )
         return prepared
 
     async def _known(self, model: PooledModel, options: PrepareOptions, flag: CancelFlag) -> tuple[Shared | None, bytes]:
@@ -183,7 +193,7 @@ class EngineDevice:
 
     async def _instances(self, shared: Shared, options: PrepareOptions, flag: CancelFlag, again: bool = False) -> Sequence[Executable]:
         """Return an executable for each instance. `again`: others than the prepared models have that share it."""
-        count = options.instances or own_instances(shared.executable, options)
+        count = options.instances or (1 if options.batching is not None else own_instances(shared.executable, options))
         if count == 1 and not again:
             return (shared.executable,)
         try:
@@ -195,14 +205,16 @@ class EngineDevice:
         except Exception as error:  # an engine's own exception types end here
             raise compilation_error(self.name, error) from error
 
-    async def _save(self, executable: Executable, model: PooledModel, lent: LentHandles, flag: CancelFlag, deadline_ns: int | None) -> str:
+    async def _save(
+        self, executable: Executable, model: PooledModel, lent: LentHandles, flag: CancelFlag, deadline_ns: int | None, rows: RowAxes | None
+    ) -> str:
         """Store the model and return the outcome. Half of the remaining time is left to the client, which publishes the entry."""
         now_ns = time.monotonic_ns()
         save_by_ns = None if deadline_ns is None else now_ns + max(0, deadline_ns - now_ns) // 2
         try:
             with trace.span("driver.save", device=self.name):
                 return await self._blocking(
-                    lambda: lent.during(lambda handles: self._artifacts.save(executable, model, handles)), flag, save_by_ns
+                    lambda: lent.during(lambda handles: self._artifacts.save(executable, model, handles, rows)), flag, save_by_ns
                 )
         except DeadlineError:
             return str(Refusal(MissReason.TOO_SLOW, "storing the model took longer than the deadline allows"))
@@ -239,11 +251,17 @@ class EngineDevice:
             self._threads.behind(trim_arenas)
         stored = loaded.description
         prepared = EnginePreparedModel(
-            self, executables, from_messages(stored.inputs), from_messages(stored.outputs), options, loaded.outcome, shared=shared
+            self,
+            executables,
+            from_messages(stored.inputs),
+            from_messages(stored.outputs),
+            options,
+            loaded.outcome,
+            shared=shared,
         )
         prepared.runs_on = runs_on(shared.executable)
         if not loaded.key_id:  # what is made of an adopted executable must not outlive the trust in its builder
-            description = stored.model_token, prepared.inputs, prepared.outputs
+            description = stored.model_token, prepared.inputs, prepared.outputs, stored.rows
             prepared.tuning = Tuning(self.name, executables, self._threads, self._artifacts, description)
         return prepared
 
@@ -261,9 +279,9 @@ class EngineDevice:
 
     def _shown(self, work: Callable[[], T], loading: bool = False) -> T:
         """Run an engine's blocking call in this thread, and show it on the page."""
-        if self._page is None:
+        if self.page is None:
             return work()
-        with self._page.loading() if loading else self._page.compiling():
+        with self.page.loading() if loading else self.page.compiling():
             return work()
 
     async def _blocking(self, call: Callable[[], T], flag: CancelFlag, deadline_ns: int | None, *, loading: bool = False) -> T:
@@ -290,12 +308,12 @@ class EngineDevice:
 
     def slot(self, model: int) -> Slot:
         """Return a slot that shows the executions of one lane of a prepared model."""
-        return private_slot() if self._page is None else self._page.slot(model)
+        return private_slot() if self.page is None else self.page.slot(model)
 
     def free_slot(self, slot: Slot) -> None:
         """Take back a slot."""
-        if self._page is not None:
-            self._page.release(slot)
+        if self.page is not None:
+            self.page.release(slot)
 
     def serve(self, server: ExecutionBurstServer, ended: Callable[[ExecutionBurstServer], None]) -> None:
         """Run a burst's listener, and call `ended` when it is over. An error of the listener ends that burst and nothing else."""

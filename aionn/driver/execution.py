@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
@@ -25,7 +25,7 @@ from aionn.driver.lanes import Lane, Lanes
 from aionn.errors import AionnError, CallerError, text_of
 from aionn.hal.engine import Executable, ExecutionReport
 from aionn.hal.types import ErrorStatus, Operand, OutputShape, Request, RequestArgument, Result, Timing
-from aionn.memory.device_buffers import BufferRequest, DeviceBuffers
+from aionn.memory.device_buffers import BufferRequest, BufferUse, DeviceBuffers
 from aionn.memory.region import Region
 from aionn.memory.requests import Extent, check_homes, check_request, input_shape, output_shape
 
@@ -34,8 +34,52 @@ logger = logging.getLogger("aionn.driver")
 _DONE = Result(ErrorStatus.NONE)
 
 
+class Arrays(msgspec.Struct):
+    """The arrays of a request by name, in the model's order. They hold while so many outputs are disproved.
+
+    Attributes:
+        layout: what `joining.joined_runs` has made of them.
+    """
+
+    disproved: int
+    inputs: dict[str, NDArray[Any]]
+    outputs: dict[str, NDArray[Any]]
+    layout: Any = None
+
+
+class Held(msgspec.Struct, frozen=True):
+    """A request whose device buffers are held for a joined run. It ends in `BoundExecution.settle` or `undo`."""
+
+    use: BufferUse | None
+    arrays: Arrays
+
+    def undo(self) -> None:
+        """Release the buffers of a request whose row was not run. Their states stay as they were. Does nothing after `settle`."""
+        if self.use is not None:
+            self.use.undo()
+
+
+class Kinds(Protocol):
+    """What decides which requests may share a run; see `joining.joined_runs`."""
+
+    def kind_of(self, static: object, pools: int, files: bool) -> int: ...
+    def rows_of(self, given: Mapping[str, NDArray[Any]]) -> int: ...
+
+
 class BoundExecution:
-    """One checked request with its arrays. Satisfies `burst.IBoundExecution`."""
+    """One checked request with its arrays. Satisfies `burst.IBoundExecution`.
+
+    Attributes:
+        kind: requests with equal numbers may be joined into one run. 0: this one is never joined.
+        rows: how many rows it has.
+        tokens: of the buffers of the device that it uses.
+        place: the memory with its inputs and outputs, and from where to where they lie in it. None without such memory.
+    """
+
+    kind = 0
+    rows = 1
+    tokens: frozenset[int] = frozenset()
+    place: Extent | None = None
 
     def __init__(
         self,
@@ -69,6 +113,7 @@ class BoundExecution:
         self._model = model
         self._disproved = model.disproved
         self._seen = len(model.disproved)
+        self._held: Held | None = None
 
     async def execute(self, measure_timing: bool, deadline_ns: int | None) -> Result:
         def job(lane: Lane) -> Result:
@@ -109,11 +154,7 @@ class BoundExecution:
             return Result(ErrorStatus.OUTPUT_INSUFFICIENT_SIZE, shapes, message=insufficient)
         if not measure_timing:
             return Result(ErrorStatus.NONE, shapes) if shapes else _DONE
-        in_driver_us = (time.monotonic_ns() - began_ns) // 1000
-        timing = Timing(in_driver_us=in_driver_us)
-        if report.on_device_ns is not None:
-            timing = Timing(min(report.on_device_ns // 1000, in_driver_us), in_driver_us)
-        return Result(ErrorStatus.NONE, shapes, timing)
+        return self._succeeded(shapes, report.on_device_ns, began_ns)
 
     def warm_up(self, lane: Lane) -> bool:
         """Run with copies of the inputs and drop the outputs, for warm caches. It shows in the lane's slot and does not count.
@@ -150,29 +191,85 @@ class BoundExecution:
     ) -> tuple[ExecutionReport, tuple[OutputShape, ...], str]:
         """Run with buffers that the device owns. Hold them until the run is over, and set their state by its outcome."""
         with domain.request.use() as use:
-            if use.arguments is None or use.arguments[0] != self._seen:
-                inputs, outputs = {}, dict(self._outputs)
-                for index, name in enumerate(domain.names):  # in the model's order, as always
-                    array = use.inputs.get(index, self._inputs.get(name))
-                    if array is not None:
-                        inputs[name] = array
-                for index, place in use.outputs.items():
-                    if place is not None and self._names[index] not in self._disproved:
-                        outputs[self._names[index]] = place
-                use.arguments = (self._seen, inputs, outputs)
-            _, inputs, outputs = use.arguments
-            report = executable.run(inputs, outputs, measure_timing)
-            if use.closed and not self._is_open and self._omitted.issuperset(report.outputs):
-                use.succeed()
-                return report, (), ""
-            self._learn(report.outputs, outputs)
-            in_domain = {self._names[index]: index for index in use.outputs}
-            shapes, insufficient = self._place(report.outputs, in_domain)
-            if not insufficient:
-                computed = {i: report.outputs[name] for name, i in in_domain.items() if name not in outputs or name in report.outputs}
-                filled = use.succeed(computed)
-                shapes = tuple(OutputShape(filled[i], True) if i in filled else shape for i, shape in enumerate(shapes))
-        return report, shapes, insufficient
+            arrays = self._arrays_in(use, domain)
+            report = executable.run(arrays.inputs, arrays.outputs, measure_timing)
+            return report, *self._settle_in(use, arrays.outputs, report.outputs)
+
+    def _arrays_in(self, use: BufferUse, domain: DomainUse) -> Arrays:
+        """Return the arrays of the request, with those that lie in buffers of the device."""
+        known: Arrays | None = use.arguments
+        if known is None or known.disproved != self._seen:
+            inputs, outputs = {}, dict(self._outputs)
+            for index, name in enumerate(domain.names):  # in the model's order, as always
+                array = use.inputs.get(index, self._inputs.get(name))
+                if array is not None:
+                    inputs[name] = array
+            for index, place in use.outputs.items():
+                if place is not None and self._names[index] not in self._disproved:
+                    outputs[self._names[index]] = place
+            known = use.arguments = Arrays(self._seen, inputs, outputs)
+        return known
+
+    def _settle_in(
+        self, use: BufferUse, outputs: Mapping[str, NDArray[Any]], made: Mapping[str, NDArray[Any]]
+    ) -> tuple[tuple[OutputShape, ...], str]:
+        """Set the state of the device's buffers after a run. Returns what `_place` returns."""
+        if use.closed and not self._is_open and self._omitted.issuperset(made):
+            use.succeed()
+            return (), ""
+        self._learn(made, outputs)
+        in_domain = {self._names[index]: index for index in use.outputs}
+        shapes, insufficient = self._place(made, in_domain)
+        if not insufficient:
+            computed = {i: made[name] for name, i in in_domain.items() if name not in outputs or name in made}
+            filled = use.succeed(computed)
+            shapes = tuple(OutputShape(filled[i], True) if i in filled else shape for i, shape in enumerate(shapes))
+        return shapes, insufficient
+
+    # ---- as a row of a joined run ---------------------------------------------------------------------------------------
+
+    def hold(self) -> Held:
+        """Hold what a joined run needs of this request.
+
+        Raises:
+            AionnError: a device buffer cannot be used now.
+        """
+        if len(self._disproved) != self._seen:
+            self._open_disproved()
+        if self._domain is not None:
+            use = self._domain.request.use()
+            return Held(use, self._arrays_in(use, self._domain))
+        if self._held is None or self._held.arrays.disproved != self._seen:
+            self._held = Held(None, Arrays(self._seen, dict(self._inputs), dict(self._outputs)))
+        return self._held
+
+    def settle(self, held: Held, made: Mapping[str, NDArray[Any]], on_device_ns: int | None, began_ns: int) -> Result:
+        """Return the answer for a row that a joined run has computed. Its outputs are in their arrays, or in `made`.
+
+        Args:
+            on_device_ns: what the engine measured for the joined run.
+            began_ns: when the joined run began, or 0 if no timing is wanted.
+        """
+        if held.use is not None:
+            with held.use:
+                shapes, insufficient = self._settle_in(held.use, held.arrays.outputs, made)
+        elif self._is_open or (made and not self._omitted.issuperset(made)):
+            self._learn(made, self._outputs)
+            shapes, insufficient = self._place(made, {})
+        else:
+            return self._succeeded((), on_device_ns, began_ns)
+        if insufficient:
+            return Result(ErrorStatus.OUTPUT_INSUFFICIENT_SIZE, shapes, message=insufficient)
+        return self._succeeded(shapes, on_device_ns, began_ns)
+
+    def _succeeded(self, shapes: tuple[OutputShape, ...], on_device_ns: int | None, began_ns: int) -> Result:
+        if not began_ns:
+            return Result(ErrorStatus.NONE, shapes) if shapes else _DONE
+        in_driver_us = (time.monotonic_ns() - began_ns) // 1000
+        timing = Timing(in_driver_us=in_driver_us)
+        if on_device_ns is not None:
+            timing = Timing(min(on_device_ns // 1000, in_driver_us), in_driver_us)
+        return Result(ErrorStatus.NONE, shapes, timing)
 
     def _place(self, made: Mapping[str, NDArray[Any]], elsewhere: Mapping[str, object]) -> tuple[tuple[OutputShape, ...], str]:
         """Copy what the engine has made to its place. Return all shapes, and a sentence about what did not fit, or "".
@@ -264,7 +361,34 @@ def bind(model: BoundModel, request: Request, pools: Sequence[BoundPool]) -> Bou
         domain = DomainUse(held, tuple(name for name, _ in model.inputs))
     files = tuple(pool.file for pool in pools if pool.file is not None)
     omitted = frozenset(name for (name, _), argument in zip(model.outputs, request.outputs, strict=True) if argument.has_no_value)
-    return BoundExecution(given, wanted, places, model, omitted, domain, files, tuple(written.values()))
+    bound = BoundExecution(given, wanted, places, model, omitted, domain, files, tuple(written.values()))
+    if model.joining is not None:
+        _prepare_to_join(bound, model.joining, request, pools, given, tuple(wanted.items()))
+    return bound
+
+
+def _prepare_to_join(
+    bound: BoundExecution,
+    kinds: Kinds,
+    request: Request,
+    pools: Sequence[BoundPool],
+    given: Mapping[str, NDArray[Any]],
+    wanted: Sequence[tuple[str, NDArray[Any]]],
+) -> None:
+    """Note what decides with which other requests this one may share a run."""
+    arguments = [one for one in (*request.inputs, *request.outputs) if not one.has_no_value]
+    used = {one.location.pool_index for one in arguments}
+    in_memory = [index for index in used if pools[index].bytes is not None]
+    bound.tokens = frozenset(token for index in used if (token := pools[index].token) is not None)
+    if len(in_memory) == 1 and (home := pools[in_memory[0]].home) is not None:
+        spans = [one.location for one in arguments if one.location.pool_index == in_memory[0]]
+        begin, end = min(span.offset for span in spans), max(span.offset + span.length for span in spans)
+        bound.place = home[0], home[1] + begin, home[1] + end
+    arrays = tuple((name, array.shape, array.dtype) for name, array in (*given.items(), *wanted))
+    where = tuple(None if one.has_no_value else pools[one.location.pool_index].bytes is None for one in (*request.inputs, *request.outputs))
+    files = any(pools[index].file is not None for index in used)
+    bound.kind = kinds.kind_of((arrays, where), len(in_memory), files)
+    bound.rows = kinds.rows_of(given)
 
 
 class BoundModel(msgspec.Struct, frozen=True):
@@ -275,6 +399,7 @@ class BoundModel(msgspec.Struct, frozen=True):
         constants: where those constants lie that other processes may have mapped. No output may be written there.
         disproved: outputs that had another shape than the model declares. Names are only added.
         device: the device's name, for the log.
+        joining: joins its requests, or None.
     """
 
     id: int
@@ -285,6 +410,7 @@ class BoundModel(msgspec.Struct, frozen=True):
     constants: Sequence[Extent] = ()
     disproved: set[str] = msgspec.field(default_factory=set)
     device: str = ""
+    joining: Kinds | None = None
 
 
 def failed_run(error: BaseException, device: str) -> Result:

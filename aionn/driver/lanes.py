@@ -32,12 +32,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from aionn.burst.executors import Bound
 from aionn.burst.server import CLOSE_S
 from aionn.driver.threads import Job
 from aionn.errors import CallerError, ExecutionError
@@ -54,12 +55,14 @@ T = TypeVar("T")
 class Lane(msgspec.Struct, frozen=True):
     """What a run needs of its lane: an executable that no other thread runs, and the slot that shows its executions.
 
-    `scratch` has the memory of warm runs, of one request at most.
+    `scratch` has the memory of warm runs, of one request at most. `batches` has the arrays of joined runs, which lie in `rooms`.
     """
 
     executable: Executable
     slot: Slot
     scratch: dict[tuple[str, str], NDArray[Any]] = msgspec.field(default_factory=dict)
+    batches: dict[object, Any] = msgspec.field(default_factory=dict)
+    rooms: dict[object, NDArray[np.uint8]] = msgspec.field(default_factory=dict)
 
     def scratch_for(self, kind: str, arrays: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
         """Return arrays of the lane's own that are like these. They are the same each time while shapes do not change."""
@@ -72,6 +75,12 @@ class Lane(msgspec.Struct, frozen=True):
         return made
 
 
+class Joins(Protocol):
+    """Runs a request together with those that wait behind it; see `joining.joined_runs`."""
+
+    def run(self, lane: Lane, native: NativeLane, first: Bound) -> bytes | list[bytes]: ...
+
+
 class Lanes:
     """The lanes of one prepared model. Satisfies `burst.ILanes`. Use it from the loop.
 
@@ -79,9 +88,17 @@ class Lanes:
         name: of the threads.
         lanes: one for each thread.
         turns, priority: what decides when a run of this model may begin beside runs of other models.
+        joining: joins requests of bursts, or None.
     """
 
-    def __init__(self, name: str, lanes: Sequence[Lane], turns: Turns | None = None, priority: Priority = Priority.MEDIUM) -> None:
+    def __init__(
+        self,
+        name: str,
+        lanes: Sequence[Lane],
+        turns: Turns | None = None,
+        priority: Priority = Priority.MEDIUM,
+        joining: Joins | None = None,
+    ) -> None:
         """Start the threads.
 
         Raises:
@@ -91,6 +108,7 @@ class Lanes:
         self._threads = len(lanes)
         self._turns = turns or Turns()
         self._priority = priority
+        self._joining = joining
         self._closed: Job[None] | None = None
         native: NativeLanes | None = None
         try:
@@ -148,8 +166,8 @@ class Lanes:
 
     def _work(self, lane: Lane) -> None:
         native, jobs, turns, priority = NativeLane(self._native, lane.slot), self._jobs, self._turns, self._priority
-        high = priority is Priority.HIGH
-        answer: bytes | None = None
+        high, joining = priority is Priority.HIGH, self._joining
+        answer: bytes | list[bytes] | None = None
         while True:
             work = native.next(answer)
             job = None
@@ -163,10 +181,12 @@ class Lanes:
                     continue
             if high or turns.urgent:
                 turns.begin(priority)
-            if job is None:
+            if job is not None:
+                job.do(lane)
+            elif joining is None or not isinstance(work, Bound):
                 answer = work(lane)
             else:
-                job.do(lane)
+                answer = joining.run(lane, native, work)
             del work, job  # before the next wait, so that a closed memory is not kept mapped
             if high:
                 turns.end(priority)

@@ -16,7 +16,7 @@ import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from aionn import trace
 from aionn.burst import ExecutionBurstServer
@@ -28,6 +28,7 @@ from aionn.driver.memories import BurstMemories, bound_pool
 from aionn.driver.sharing import Shared
 from aionn.driver.threads import trim_arenas
 from aionn.errors import AionnError, CallerError
+from aionn.hal.batching import RowAxes
 from aionn.hal.engine import Executable
 from aionn.hal.interfaces import IBuffer, IBurstCallback, PrepareOptions
 from aionn.hal.queues import MQDescriptor
@@ -36,8 +37,11 @@ from aionn.hal.values import ValuesResult
 from aionn.memory.device_buffers import DeviceBuffers
 from aionn.memory.domain import ModelInfo
 from aionn.memory.requests import Extent, check_request
-from aionn.pages.page import Slot
+from aionn.pages.page import DriverPage, Slot
 from aionn.remote.fences import Waits, execute_fenced_by
+
+if TYPE_CHECKING:
+    from aionn.driver.joining.joined_runs import Joining
 
 LANES = os.environ.get("AIONN_LANES", "1") != "0"
 """Whether bursts are lent to lanes. For tests: without lanes the listener serves every packet, slower and in the same order."""
@@ -49,6 +53,7 @@ class Host(Protocol):
     """What a prepared model needs of its device."""
 
     name: str
+    page: DriverPage | None
     buffers: DeviceBuffers
     turns: Turns
 
@@ -69,11 +74,13 @@ class EnginePreparedModel:
         contents: what `known_contents` is for the constants that were compiled.
         runs_on: what computes the model, if the engine says so.
         tuning: better artifacts that the engine offers. None once the model is released.
+        joining: joins requests of bursts, if that was asked for.
     """
 
     contents = b""
     runs_on = ""
     tuning: Tuning | None = None
+    joining: Joining | None = None
 
     def __init__(
         self,
@@ -96,8 +103,14 @@ class EnginePreparedModel:
         number = next(_prepared_numbers)
         self._slots = [device.slot(number) for _ in executables]
         try:
+            if options.batching is not None:
+                from aionn.driver.joining.joined_runs import Joining  # most models join nothing
+
+                rows = (shared and shared.rows) or RowAxes("the device has not looked at its rows; remove the entry from the cache")
+                words = None if device.page is None else device.page.words_of(self._slots[0])
+                self.joining = Joining(options.batching, rows, device.name, words)
             lanes = [Lane(*each) for each in zip(executables, self._slots, strict=True)]
-            self._lanes = Lanes(f"{device.name} lane", lanes, device.turns, options.priority)
+            self._lanes = Lanes(f"{device.name} lane", lanes, device.turns, options.priority, self.joining)
         except BaseException:
             self._free_slots()
             raise
@@ -110,10 +123,16 @@ class EnginePreparedModel:
             constants,
             disproved=set(options.open_outputs),
             device=device.name,
+            joining=self.joining,
         )
         self._bursts: set[ExecutionBurstServer] = set()
         self._hints = StreamHints(executables, device.behind)
         self._waits = Waits()
+
+    @property
+    def number(self) -> int:
+        """By which the page shows the model."""
+        return self._bound.id
 
     @property
     def info(self) -> ModelInfo:
@@ -183,6 +202,8 @@ class EnginePreparedModel:
         for burst in list(self._bursts):
             await burst.aclose()
         await self._lanes.aclose()
+        if self.joining is not None:
+            self.joining.leave_page()
         self._executables = ()
         self._shared = None
         self.tuning = None

@@ -103,6 +103,7 @@ class Received(ClosedByWith):
             message.at_most,
             message.instances,
             ((device, own),) if own else (),
+            message.batching,
         )
 
     def model(self, message: ModelMessage) -> PooledModel:

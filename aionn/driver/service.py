@@ -312,7 +312,9 @@ class DeviceService:
         contents = getattr(prepared, "contents", b"")  # of a device that copies constants
         runs_on = getattr(prepared, "runs_on", "")
         tunes = getattr(getattr(prepared, "tuning", None), "possible", False)
-        return Prepared(self._last_number, *operands, prepared.save_outcome, contents, runs_on, tunes)
+        rows = getattr(getattr(prepared, "joining", None), "axes", None)
+        shown = getattr(prepared, "number", 0)
+        return Prepared(self._last_number, *operands, prepared.save_outcome, contents, runs_on, tunes, rows, shown)
 
     async def _execute(self, body: Execute, received: Received) -> Result:
         prepared = self._made.model(body.prepared)

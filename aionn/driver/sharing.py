@@ -23,6 +23,7 @@ from blake3 import blake3
 
 from aionn.driver.artifacts import Loaded
 from aionn.errors import CompilationError
+from aionn.hal.batching import RowAxes
 from aionn.hal.engine import Executable
 from aionn.hal.interfaces import PrepareOptions
 from aionn.hal.model import PooledModel, known_contents, may_change
@@ -86,11 +87,13 @@ class Shared:
 
     Attributes:
         loaded: the executable with the description and the digests of its cache files, if it comes from a cache.
+        rows: what was found out about the model's rows, if that was asked for.
     """
 
     def __init__(self, executable: Executable, loaded: Loaded | None = None) -> None:
         self.executable = executable
         self.loaded = loaded
+        self.rows: RowAxes | None = None if loaded is None else loaded.description.rows
 
     def executables(self, count: int) -> Sequence[Executable]:
         """Return `count` more executables over the same weights. Blocks, and passes on what the engine raises."""

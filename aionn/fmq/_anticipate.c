@@ -31,7 +31,7 @@ ListenerObject *anticipate_whom(LanesObject *lanes)
 }
 
 /* Wait for events until `wake_ns`. An old kernel, or a sandbox, may only know milliseconds. */
-static int wait_until(int epoll_fd, struct epoll_event *events, int most, int64_t wake_ns)
+int anticipate_wait(int epoll_fd, struct epoll_event *events, int most, int64_t wake_ns)
 {
     static _Atomic bool coarse;
     int64_t ns = wake_ns - ring_now_ns();
@@ -55,7 +55,7 @@ bool anticipate_sleep(LanesObject *lanes, struct epoll_event *events, int most, 
     int epoll_fd = lanes->epoll_fd;
     lanes->timed |= wake_ns != 0;
     Py_BEGIN_ALLOW_THREADS
-    *count = wake_ns ? wait_until(epoll_fd, events, most, wake_ns) : epoll_wait(epoll_fd, events, most, -1);
+    *count = wake_ns ? anticipate_wait(epoll_fd, events, most, wake_ns) : epoll_wait(epoll_fd, events, most, -1);
     Py_END_ALLOW_THREADS
     lanes->timed &= wake_ns == 0;
     return wake_ns && *count == 0;
@@ -98,7 +98,7 @@ PyObject *anticipate_begin(LaneObject *lane, ListenerObject *listener)
         return NULL;
     }
     Py_INCREF((PyObject *)listener);
-    lane->serves = listener;
+    lane->run.serves = listener;
     lane->warms = true;
     lane->began_ns = ring_now_ns();
     rhythm_warm(&listener->rhythm, lane->began_ns);
@@ -144,9 +144,9 @@ static void look(LanesObject *lanes, ListenerObject *listener, int64_t budget_ns
 /* End the warm run of this lane, and look for the request. Returns its burst, still held. `answer`: whether it could run. */
 ListenerObject *anticipate_finish(LaneObject *lane, PyObject *answer)
 {
-    ListenerObject *listener = lane->serves;
+    ListenerObject *listener = lane->run.serves;
     int64_t now_ns = ring_now_ns();
-    lane->serves = NULL;
+    lane->run.serves = NULL;
     listener->running--;
     if (!listener->running)
         lanes_call_once(&listener->idle);

@@ -64,18 +64,19 @@ PyObject *exchange_forget(PyObject *object, PyObject *Py_UNUSED(none))
     Py_RETURN_NONE;
 }
 
-/* remember(body, value, serial=False) */
+/* remember(body, value, serial=False, kind=0) */
 PyObject *exchange_remember(PyObject *object, PyObject *const *args, Py_ssize_t given)
 {
     ExchangeObject *self = (ExchangeObject *)object;
     char *bytes;
     Py_ssize_t length;
-    if (given != 2 && given != 3) {
-        PyErr_SetString(PyExc_TypeError, "remember(body, value, serial=False)");
+    long long kind = 0;
+    if (given < 2 || given > 4) {
+        PyErr_SetString(PyExc_TypeError, "remember(body, value, serial=False, kind=0)");
         return NULL;
     }
-    int serial = given == 3 ? PyObject_IsTrue(args[2]) : 0;
-    if (serial < 0)
+    int serial = given > 2 ? PyObject_IsTrue(args[2]) : 0;
+    if (serial < 0 || (given == 4 && !exchange_numbers(args + 3, 1, &kind)))
         return NULL;
     if (PyBytes_AsStringAndSize(args[0], &bytes, &length) < 0)
         return NULL;
@@ -85,10 +86,11 @@ PyObject *exchange_remember(PyObject *object, PyObject *const *args, Py_ssize_t 
         Py_INCREF(args[1]);
         self->table.known[known].value = args[1];
         self->table.known[known].serial = serial;
+        self->table.known[known].kind = (uint32_t)kind;
         Py_DECREF(before);
         Py_RETURN_NONE;
     }
-    struct exchange_body body = {(const uint8_t *)bytes, (uint64_t)length, args[0], args[1], serial};
+    struct exchange_body body = {(const uint8_t *)bytes, (uint64_t)length, args[0], args[1], serial, (uint32_t)kind};
     if (exchange_add(&self->table, body) < 0) {
         forget(self); /* the table is full; bodies that still come are added again */
         if (exchange_add(&self->table, body) < 0)

@@ -46,28 +46,25 @@ static bool write_held(ListenerObject *listener)
     }
 }
 
-/* End the run of this lane's request with its answer. Returns its burst, still held, or NULL with an exception. */
-static ListenerObject *finish(LaneObject *lane, PyObject *answer)
+/* Answer one request of a run that took so long. `answer` is bytes. */
+static void answer_one(LaneObject *lane, const struct run *run, PyObject *answer, int64_t now_ns, int64_t took_ns)
 {
-    ListenerObject *listener = lane->serves;
+    ListenerObject *listener = run->serves;
     char *bytes;
     Py_ssize_t length;
-    if (PyBytes_AsStringAndSize(answer, &bytes, &length) < 0)
-        return NULL;
-    int64_t now_ns = ring_now_ns();
-    struct exchange_stamp stamp = {lane->stamp.first, (uint64_t)model_slot_end(lane->slot, lane->began_ns, now_ns)};
+    PyBytes_AsStringAndSize(answer, &bytes, &length);
+    struct exchange_stamp stamp = {run->stamp.first, (uint64_t)took_ns};
     slot_trace(lane->slot, TRACE_ANSWERED, listener->burst, stamp.first, now_ns, stamp.second, 0);
     struct ring *results = ring_if_usable(listener->exchange.results), *requests = ring_if_usable(listener->exchange.requests);
-    if (requests && lane->lanes->lanes > 1)
+    if (requests && lane->lanes->lanes > 1 && listener->lanes == lane->lanes)
         ring_disarm(requests, true); /* `share` has armed it. This lane looks now, so the next request need not wake another one */
-    bool first = lane->number == listener->answered;
-    lane->serves = NULL;
+    bool first = run->number == listener->answered;
     rhythm_served(&listener->rhythm, (int64_t)stamp.second);
     if (first && results && exchange_write(results, (const uint8_t *)bytes, (uint64_t)length, &EXCHANGE_RESULT, &stamp) == RING_OK) {
         listener->answered++;
     } else {
         Py_INCREF(answer);
-        listener->held[lane->number % AHEAD] = (struct held){answer, stamp};
+        listener->held[run->number % AHEAD] = (struct held){answer, stamp};
     }
     listener->running--;
     listener->exclusive = false;
@@ -76,13 +73,41 @@ static ListenerObject *finish(LaneObject *lane, PyObject *answer)
         lanes_give_back(listener); /* the task waits for room */
     if (!listener->running)
         lanes_call_once(&listener->idle);
-    return listener;
+}
+
+/* End the run of this lane with its answer, or a joined run with a list of answers in the order in which the requests were taken.
+ * Returns the burst of the first request, still held, or NULL with an exception. */
+static ListenerObject *finish(LaneObject *lane, PyObject *answers)
+{
+    struct run first = lane->run;
+    unsigned count = lane->joined_count;
+    bool right = count ? PyList_Check(answers) && PyList_Size(answers) == (Py_ssize_t)count + 1 : PyBytes_Check(answers);
+    for (unsigned i = 0; count && right && i <= count; i++)
+        right = PyBytes_Check(PyList_GetItem(answers, i));
+    if (!right) {
+        PyErr_SetString(PyExc_TypeError, "next(answer): give bytes, or after `join` a list of bytes with one answer for each request");
+        return NULL;
+    }
+    int64_t now_ns = ring_now_ns(), took_ns = model_slot_end(lane->slot, lane->began_ns, now_ns);
+    answer_one(lane, &first, count ? PyList_GetItem(answers, 0) : answers, now_ns, took_ns);
+    for (unsigned i = 0; i < count; i++) {
+        ListenerObject *listener = lane->joined[i].serves;
+        answer_one(lane, &lane->joined[i], PyList_GetItem(answers, (Py_ssize_t)i + 1), now_ns, took_ns);
+        if (listener->lanes == lane->lanes)
+            lanes_enqueue(lane->lanes, listener); /* it is not armed */
+    }
+    lane->run.serves = NULL;
+    lane->joined_count = 0;
+    for (unsigned i = 0; i < count; i++) /* this may run any Python code */
+        Py_DECREF((PyObject *)lane->joined[i].serves);
+    return first.serves;
 }
 
 enum taken { TAKEN, EMPTY, LATER, RETURNED };
 
-/* Take the next request of a burst, if it is known. */
-static enum taken take(LaneObject *lane, ListenerObject *listener, int *known)
+/* Take the next request of a burst, if it is known. `join_ns`: -1, or take it only to join the run of this lane, and that run is expected
+ * to take so long. */
+static enum taken take(LaneObject *lane, ListenerObject *listener, int *known, struct run *run, int64_t join_ns)
 {
     struct exchange_table *table = &listener->exchange.table;
     struct ring *requests = ring_if_usable(listener->exchange.requests);
@@ -97,22 +122,29 @@ static enum taken take(LaneObject *lane, ListenerObject *listener, int *known)
     bool serves = *known >= 0 && !(stamp.second && (uint64_t)now_ns >= stamp.second);
     if (serves && table->known[*known].serial && listener->running)
         return LATER;
+    if (serves && join_ns >= 0) {
+        bool late = stamp.second && (uint64_t)(now_ns + join_ns) > stamp.second; /* it would miss its deadline in a run of that size */
+        if (late || table->known[*known].kind != lane->kind)
+            return LATER;
+    }
     if (!serves || ring_commit_read(requests, bytes) != RING_OK) {
         lanes_give_back(listener);
         return RETURNED;
     }
-    if (lane->since_ns > 0)
-        spin_waited(&listener->spin, now_ns - lane->since_ns, lane->slept);
+    if (join_ns < 0) {
+        if (lane->since_ns > 0)
+            spin_waited(&listener->spin, now_ns - lane->since_ns, lane->slept);
+        lane->kind = table->known[*known].kind;
+        lane->began_ns = now_ns;
+        model_slot_begin(lane->slot, now_ns);
+    }
     rhythm_arrived(&listener->rhythm, now_ns);
     listener->running++;
     listener->exclusive = table->known[*known].serial;
-    lane->number = listener->taken++;
-    lane->stamp = listener->held[lane->number % AHEAD].stamp = stamp;
-    lane->began_ns = now_ns;
-    model_slot_begin(lane->slot, now_ns);
+    *run = (struct run){listener, listener->taken++, stamp};
+    listener->held[run->number % AHEAD].stamp = stamp;
     slot_trace(lane->slot, TRACE_TAKEN, listener->burst, stamp.first, now_ns, stamp.second, 0);
     Py_INCREF((PyObject *)listener);
-    lane->serves = listener;
     return TAKEN;
 }
 
@@ -242,7 +274,7 @@ static PyObject *lane_next(PyObject *object, PyObject *answer)
     LaneObject *lane = (LaneObject *)object;
     LanesObject *lanes = lane->lanes;
     ListenerObject *last = NULL;
-    if (lane->serves) {
+    if (lane->run.serves) {
         last = lane->warms ? anticipate_finish(lane, answer) : finish(lane, answer);
         if (!last)
             return NULL;
@@ -282,7 +314,7 @@ static PyObject *lane_next(PyObject *object, PyObject *answer)
             continue;
         }
         int known;
-        enum taken taken = take(lane, listener, &known);
+        enum taken taken = take(lane, listener, &known, &lane->run, -1);
         PyObject *value = taken == TAKEN ? exchange_value(&listener->exchange, known) : NULL;
         if (taken == TAKEN)
             share(lanes, listener);
@@ -297,6 +329,104 @@ static PyObject *lane_next(PyObject *object, PyObject *answer)
         if (value)
             return value;
     }
+}
+
+/* Collect all events of the bursts that are lent. They are looked at with the GIL held. */
+static void collect_all(LanesObject *lanes)
+{
+    struct epoll_event events[EVENTS];
+    int count = EVENTS;
+    for (uint32_t seen = 0; count == EVENTS && seen <= lanes->lent; seen += EVENTS) {
+        count = epoll_wait(lanes->epoll_fd, events, EVENTS, 0);
+        lanes_collect(lanes, events, count);
+    }
+}
+
+/* Take requests of the kind of this lane's run, one of each burst in turn, until there are `most`. Returns how many were taken. */
+static unsigned take_ready(LaneObject *lane, unsigned most, int64_t run_ns, PyObject *values)
+{
+    LanesObject *lanes = lane->lanes;
+    int known;
+    for (uint32_t misses = 0; lane->joined_count < most && misses < lanes->ready_count;) {
+        ListenerObject *listener = lanes_dequeue(lanes);
+        if (!listener)
+            break;
+        Py_INCREF((PyObject *)listener);
+        enum taken taken = take(lane, listener, &known, &lane->joined[lane->joined_count], run_ns);
+        bool again = taken == TAKEN || taken == LATER;
+        if (taken == TAKEN) {
+            PyList_SetItem(values, lane->joined_count++, exchange_value(&listener->exchange, known));
+            misses = 0;
+        } else if (taken == EMPTY && listener != lane->run.serves) {
+            again = arm(listener) != ARMED;
+        }
+        misses += taken != TAKEN && again;
+        if (again && listener->lent)
+            lanes_enqueue(lanes, listener);
+        Py_DECREF((PyObject *)listener);
+    }
+    return lane->joined_count;
+}
+
+/* Whether every burst that is lent has a request that is run now, so that no other request can come before an answer. */
+static bool all_wait(const LanesObject *lanes)
+{
+    for (uint32_t seat = 0; seat < lanes->room; seat++)
+        if (lanes->seats[seat].listener && !lanes->seats[seat].listener->running)
+            return false;
+    return true;
+}
+
+/* When to give up waiting for more requests, so that a run of that time ends before the deadlines of those that were taken. */
+static int64_t patience(const LaneObject *lane, int64_t until_ns, int64_t run_ns)
+{
+    for (unsigned i = 0; i <= lane->joined_count; i++) {
+        const struct run *run = i ? &lane->joined[i - 1] : &lane->run;
+        if (run->stamp.second && (int64_t)run->stamp.second - run_ns < until_ns)
+            until_ns = (int64_t)run->stamp.second - run_ns;
+    }
+    return until_ns;
+}
+
+/* join(most, run_ns, until_ns) */
+static PyObject *lane_join(PyObject *object, PyObject *const *args, Py_ssize_t given)
+{
+    LaneObject *lane = (LaneObject *)object;
+    LanesObject *lanes = lane->lanes;
+    long long number[3]; /* the arguments */
+    if (given != 3) {
+        PyErr_SetString(PyExc_TypeError, "join(most, run_ns, until_ns)");
+        return NULL;
+    }
+    if (!exchange_numbers(args, 3, number))
+        return NULL;
+    int64_t run_ns = number[1] < 0 ? 0 : number[1];
+    unsigned most = number[0] < 0 ? 0 : number[0] < JOINED ? (unsigned)number[0] : JOINED;
+    if (!lane->run.serves || lane->warms || lane->joined_count || !lane->kind || !most || lanes->sleeping || lanes->looking)
+        Py_RETURN_NONE; /* another lane is free, or nothing can be joined */
+    PyObject *values = PyList_New(most);
+    if (!values)
+        return NULL;
+    if (lane->run.serves->lanes == lanes)
+        lanes_enqueue(lanes, lane->run.serves);
+    for (;;) {
+        if (lanes->lent > 1)
+            collect_all(lanes);
+        take_ready(lane, most, run_ns, values);
+        int64_t until_ns = patience(lane, number[2], run_ns);
+        if (lane->joined_count == most || lanes->jobs || lanes->stopped || ring_now_ns() >= until_ns || all_wait(lanes))
+            break;
+        struct epoll_event events[EVENTS];
+        int count, epoll_fd = lanes->epoll_fd;
+        lanes->sleeping++; /* a job or another lane's signal ends the wait */
+        Py_BEGIN_ALLOW_THREADS
+        count = anticipate_wait(epoll_fd, events, EVENTS, until_ns);
+        Py_END_ALLOW_THREADS
+        lanes->sleeping--;
+        lanes_collect(lanes, events, count);
+    }
+    PyList_SetSlice(values, lane->joined_count, most, NULL);
+    return values;
 }
 
 static PyObject *lane_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
@@ -336,7 +466,9 @@ static void lane_dealloc(PyObject *object)
     PyTypeObject *type = Py_TYPE(object);
     self->lanes->lanes--;
     lanes_close_when_over(self->lanes);
-    Py_XDECREF((PyObject *)self->serves);
+    Py_XDECREF((PyObject *)self->run.serves);
+    for (unsigned i = 0; i < self->joined_count; i++)
+        Py_DECREF((PyObject *)self->joined[i].serves);
     if (self->page.obj)
         PyBuffer_Release(&self->page);
     Py_DECREF((PyObject *)self->lanes);
@@ -344,10 +476,10 @@ static void lane_dealloc(PyObject *object)
     Py_DECREF(type);
 }
 
-static PyMethodDef lane_methods[] = {{"next", lane_next, METH_O, NULL}, {NULL, NULL, 0, NULL}};
+static PyMethodDef lane_methods[] = {{"next", lane_next, METH_O, NULL}, {"join", FAST(lane_join)}, {NULL, NULL, 0, NULL}};
 static PyMemberDef lane_members[] = {
-    {"identity", T_ULONGLONG, offsetof(LaneObject, stamp.first), READONLY, NULL},
-    {"deadline_ns", T_ULONGLONG, offsetof(LaneObject, stamp.second), READONLY, NULL},
+    {"identity", T_ULONGLONG, offsetof(LaneObject, run.stamp.first), READONLY, NULL},
+    {"deadline_ns", T_ULONGLONG, offsetof(LaneObject, run.stamp.second), READONLY, NULL},
     {NULL, 0, 0, 0, NULL},
 };
 static PyType_Slot lane_slots[] = {

@@ -272,11 +272,12 @@ class Listener:
             burst: the number of this burst in traces.
             anticipate: let lanes make warm runs before requests are due (rhythm.h). Never with a window of 0.
         """
-    def remember(self, body: bytes, value: object, serial: bool = False, /) -> None:
+    def remember(self, body: bytes, value: object, serial: bool = False, kind: int = 0, /) -> None:
         """Know that request from now on as `value`, which must not refer back to this object.
 
         Args:
             serial: such a request never runs beside another one of this burst.
+            kind: requests of one kind may be joined into one run (`Lane.join`). 0 joins with no other request.
         """
     def find(self, body: bytes, /) -> Any:
         """Return the value of a body, or None if it is not known."""
@@ -339,11 +340,22 @@ class Lane:
     def deadline_ns(self) -> int: ...
     def __init__(self, lanes: Lanes, slot: Buffer | None = None, /) -> None:
         """`slot`: of the statistics page, which shows each request from `next` to `next`."""
-    def next(self, answer: bytes | None, /) -> Any:
+    def join(self, most: int, run_ns: int, until_ns: int, /) -> list[Any] | None:
+        """Take further requests of the same kind as the one that `next` has returned. Return the values of their bodies.
+
+        One request of each burst is taken in turn. None: a lane is free, which takes such a request at once.
+
+        Args:
+            most: how many to take, 63 at most.
+            run_ns: how long the joined run may take. A request whose deadline comes before stays in its queue.
+            until_ns: wait for requests until then, in CLOCK_MONOTONIC, while there are fewer and some burst has none in hand. 0: do not.
+        """
+    def next(self, answer: bytes | list[bytes] | None, /) -> Any:
         """Answer the request that the call before has returned, wait for the next one, and return the value of its body.
 
         Args:
-            answer: the body of the answer. None after None. After a warm run, what `warm_up` has returned.
+            answer: the body of the answer, or after `join` a list with that of each request in turn. None after None. After a warm run,
+                what `warm_up` has returned.
 
         Returns:
             None if a job waits, or the lanes are stopped. For a warm run, `warm_up` of a value: the next call gets whether that ran.

@@ -28,6 +28,7 @@ struct exchange_body {
     uint64_t length;
     void *owner, *value; /* of the code that fills the table */
     bool serial;         /* listener: such a request runs while no other request of its burst does */
+    uint32_t kind;       /* listener: requests of one kind may be joined into one run; 0 joins with none */
 };
 
 /* Grows with what is in use. `index` is a hash table of open addresses, twice as large as `room`: 0 is free, else entry + 1. */

@@ -17,6 +17,7 @@
  *     `returned` is called once for each `lend`, when the burst is not lent any more.
  *     A burst with an answer that has no room (`blocked`) is not lent. Its task writes that answer when no lane runs a request of it.
  *     A lane that sleeps is counted in `sleeping` before it releases the GIL, so a signal written after that wakes it.
+ *     A lane joins requests only while no other lane is free. It takes one of each burst in turn, as many rounds as there are requests.
  *
  * tests/fmq/lane_model.py searches this protocol in all interleavings. */
 #ifndef AIONN_FMQ_LANES_OBJECT_H
@@ -34,6 +35,7 @@
 #define SOON 0x4u                   /* a bit of the event flag: a request is about to come */
 #define COMPANY_NS INT64_C(1000000) /* another model that was served this lately counts as company */
 #define EVENTS 8                    /* that one look at epoll takes */
+#define JOINED 63u                  /* requests that a lane takes to the first one of a joined run, at most */
 #define SIGNAL UINT64_MAX           /* epoll data of `signal_fd`; else the place of a burst in `seats` and its generation */
 
 typedef struct LanesObject LanesObject;
@@ -74,13 +76,20 @@ struct LanesObject {
     bool looking, stopped, timed; /* `timed`: one of the lanes that sleep wakes by itself for a warm run */
 };
 
+struct run { /* a request that a lane runs now */
+    ListenerObject *serves; /* its burst; held */
+    uint64_t number;
+    struct exchange_stamp stamp;
+};
+
 typedef struct {
     PyObject_HEAD
     LanesObject *lanes;
-    ListenerObject *serves; /* the burst whose request the lane runs now; held */
-    bool warms;             /* this run is a warm run, and `serves` gets no answer */
-    uint64_t number;
-    struct exchange_stamp stamp;
+    struct run run; /* the only one, or the first of a joined run; `serves` is NULL between runs */
+    struct run joined[JOINED]; /* the others of a joined run */
+    unsigned joined_count;
+    uint32_t kind; /* of these requests */
+    bool warms;    /* this run is a warm run, and `serves` gets no answer */
     int64_t began_ns;
     int64_t since_ns; /* since when the lane has had nothing to do. 0: it has just run. -1: not known, and it does not look again */
     bool slept, after_job;
@@ -98,6 +107,7 @@ void lanes_give_back(ListenerObject *listener);
 void lanes_call_once(PyObject **callback);
 
 /* ---- _anticipate.c ---- */
+int anticipate_wait(int epoll_fd, struct epoll_event *events, int most, int64_t wake_ns);
 #define ANTICIPATE_ALONE_NS INT64_C(200000000) /* other models must have rested for so long */
 bool anticipate_sleep(LanesObject *lanes, struct epoll_event *events, int most, int *count);
 PyObject *anticipate_begin(LaneObject *lane, ListenerObject *listener);

@@ -16,6 +16,7 @@ twice for a moment (source and pool), not four times (source, message, Python by
     opaque     makes models of other formats, which have no graph
     steps      the parts of a model that several devices run one after the other: tokens, lifetimes and places of what lies between
     cutting    cuts a model into steps, and makes each step a model of its own
+    rows       which operators mix the rows of a batch
     flow       what each operation reads and makes
     reading    joins them
 

@@ -5,6 +5,7 @@
     values      types of inputs and outputs that are not tensors: sequences, maps, optionals
     model       the ONNX graph with its large constants taken out
     interfaces  `IDevice` and its objects, which the runtime calls
+    batching    how requests of several callers share a run
     options     what an app asks of one engine, as plain values by name
     trust       the builders whose compiled artifacts an app believes
     engine      `Engine` and what it makes, which a driver author writes

@@ -15,6 +15,7 @@ from typing import Protocol
 import msgspec
 
 from aionn.errors import CallerError
+from aionn.hal.batching import Batching
 from aionn.hal.model import PooledModel
 from aionn.hal.options import NO_OPTIONS, EngineOptions
 from aionn.hal.queues import MQDescriptor
@@ -67,6 +68,7 @@ class PrepareOptions(msgspec.Struct, frozen=True):
         open_outputs: names of outputs whose declared shape has proven wrong before. A device also finds them itself.
         instances: how many executions of the model may run beside each other. 0 leaves the choice to the engine.
         options: of engines, by the name of the device. A device takes its own (`of`).
+        batching: how requests of several bursts are joined, or None. A device written by hand may join nothing.
 
     Raises:
         CallerError: `threads` is not from 0 to `MAX_THREADS`, or `instances` is not from 0 to `MAX_INSTANCES`.
@@ -80,6 +82,7 @@ class PrepareOptions(msgspec.Struct, frozen=True):
     at_most: bool = False
     instances: int = 1
     options: tuple[tuple[str, EngineOptions], ...] = ()
+    batching: Batching | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.threads <= MAX_THREADS:

@@ -47,6 +47,14 @@ SLOTS = (STACK_OFFSET - SLOT_OFFSET) // SLOT_BYTES
 MODEL, BEGUN, FINISHED, SINCE, ENDED, HISTOGRAM = 0, 1, 2, 3, 4, 16
 BUCKETS = 90
 
+JOIN_RUNS, JOIN_ROWS, JOIN_MOST, JOIN_OFF, JOIN_NOW = range(5, 10)
+"""Of a model whose requests may be joined, in one of its slots: runs for bursts and their rows; how many rows are joined at most now; 1
+after a joined run has shown that rows do not stay apart; joined runs in progress. All are 0 for another model."""
+
+SIZES = 7
+SIZE_RUNS, SIZE_ROW_NS = HISTOGRAM + BUCKETS, HISTOGRAM + BUCKETS + SIZES
+"""Runs by their rows, and the mean time of one row in them: 1, 2 and 3, from 4 to 7, and so on by powers of two up to 64 rows."""
+
 # Four buckets per octave from 2^-18 s to 2^4 s, in units of 2^-30 s, one for shorter and one for longer durations.
 _FIRST_OCTAVE = 12
 
@@ -71,6 +79,24 @@ class ShownExecution(NamedTuple):
     since_ns: int
 
 
+class JoinedRuns(NamedTuple):
+    """What one prepared model has joined.
+
+    Attributes:
+        runs, rows: runs that bursts have asked for, and their rows.
+        most: how many rows are joined at most now.
+        off: whether a joined run has shown that rows do not stay apart.
+        size_runs, size_row_ns: by size, the runs and the mean time of one row. Sizes are powers of two.
+    """
+
+    runs: int
+    rows: int
+    most: int
+    off: bool
+    size_runs: tuple[int, ...]
+    size_row_ns: tuple[int, ...]
+
+
 class Activity(NamedTuple):
     """What a driver does at one moment.
 
@@ -81,6 +107,7 @@ class Activity(NamedTuple):
         finished: how many executions the models that are prepared now have finished so far.
         ended_ns: when the last of these executions ended, or 0 if none has.
         heartbeat_ns: when the driver's loop last ran its heartbeat.
+        joined_runs, joined_rows: runs of models whose requests may be joined, and their rows.
     """
 
     state: State
@@ -89,6 +116,8 @@ class Activity(NamedTuple):
     finished: int
     ended_ns: int
     heartbeat_ns: int
+    joined_runs: int = 0
+    joined_rows: int = 0
 
 
 def header(role: int, pid: int, start_time: int, slots: int = SLOTS, slot_bytes: int = SLOT_BYTES) -> list[int]:
@@ -116,12 +145,13 @@ def check_header(words: Sequence[int], role: int, slots: int = SLOTS, slot_bytes
 def activity(words: Sequence[int], started_ns: int = 0) -> Activity:
     """Read what the driver does from the words of its page. A time that is not from `started_ns` to now becomes 0."""
     executing: list[ShownExecution] = []
-    finished = ended_ns = 0
+    finished = ended_ns = runs = rows = 0
     for slot in range(min(words[SLOTS_USED], SLOTS)):
         at = slot_word(slot)
         done = words[at + FINISHED]  # before `begun`, so that an execution that begins and ends meanwhile is not missed
         begun = words[at + BEGUN]
         finished += done
+        runs, rows = runs + words[at + JOIN_RUNS], rows + words[at + JOIN_ROWS]
         ended_ns = max(ended_ns, words[at + ENDED])
         if begun > done:
             executing.append(ShownExecution(slot, begun, words[at + SINCE]))
@@ -136,7 +166,23 @@ def activity(words: Sequence[int], started_ns: int = 0) -> Activity:
         state, since_ns = "executing", min(execution.since_ns for execution in executing)
     elif not (compiling or loading):
         state, since_ns = "idle", ended_ns
-    return Activity(state, since_ns, tuple(executing), finished, ended_ns, beat_ns)
+    return Activity(state, since_ns, tuple(executing), finished, ended_ns, beat_ns, runs, rows)
+
+
+def joined_runs(words: Sequence[int], model: int) -> JoinedRuns | None:
+    """Return what a model has joined, or None if no slot shows the model. One of its slots has the numbers."""
+    firsts = [at for at in map(slot_word, range(min(words[SLOTS_USED], SLOTS))) if words[at + MODEL] == model]
+    if not firsts:
+        return None
+    at = max(firsts, key=lambda first: words[first + JOIN_MOST])
+    sizes = (tuple(words[at + first + size] for size in range(SIZES)) for first in (SIZE_RUNS, SIZE_ROW_NS))
+    return JoinedRuns(words[at + JOIN_RUNS], words[at + JOIN_ROWS], words[at + JOIN_MOST], bool(words[at + JOIN_OFF]), *sizes)
+
+
+def joining_models(words: Sequence[int]) -> frozenset[int]:
+    """Return the numbers of the models of which a joined run is in progress."""
+    firsts = map(slot_word, range(min(words[SLOTS_USED], SLOTS)))
+    return frozenset(words[at + MODEL] for at in firsts if words[at + JOIN_NOW])
 
 
 def slot_word(slot: int) -> int:

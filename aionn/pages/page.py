@@ -218,6 +218,14 @@ class DriverPage:
         self._taken[slot] = number, trace
         return slot
 
+    def words_of(self, slot: Slot) -> memoryview | None:
+        """Return the words of a slot for what `layout` says about joined runs, or None if the page does not show that slot."""
+        taken = self._taken.get(slot)
+        if taken is None:
+            return None
+        first = layout.slot_word(taken[0])
+        return self._words[first : first + layout.SLOT_WORDS]
+
     def release(self, slot: Slot) -> None:
         """Take back the slot of a model that has been released. The page no longer shows an execution that still runs."""
         slot.release()
@@ -256,6 +264,7 @@ class PageReader:
         """
         self._fd = fd
         self._started_ns = started_ns
+        self._joining: frozenset[int] = frozenset()
         try:
             self._mapping = map_sealed(fd, layout.PAGE_BYTES)
         except BaseException:
@@ -272,6 +281,14 @@ class PageReader:
     def read(self) -> Activity:
         """Return what the driver does now. A time that cannot be right is 0."""
         return layout.activity(self._words, self._started_ns)
+
+    def joined_runs(self, model: int) -> layout.JoinedRuns | None:
+        """Return what a prepared model has joined, or None if the page does not show that model, or is closed."""
+        return layout.joined_runs(self._words, model) if self._fd >= 0 else None
+
+    def joining_models(self) -> frozenset[int]:
+        """Return the numbers of the models of which a joined run is in progress, or was when the page was closed."""
+        return layout.joining_models(self._words) if self._fd >= 0 else self._joining
 
     def usual_s(self, slot: int, quantile: float, least: int) -> float | None:
         """Return an upper bound in seconds for a quantile of that model's execution times, or None if fewer than `least` ended."""
@@ -298,6 +315,8 @@ class PageReader:
 
     def close(self) -> None:
         """Unmap the page and close its descriptor. Idempotent."""
+        if self._fd >= 0:
+            self._joining = self.joining_models()
         fd, self._fd = self._fd, -1
         if fd >= 0:
             self._words.release()

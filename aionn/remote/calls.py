@@ -10,6 +10,7 @@ from typing import Generic, TypeVar
 
 import msgspec
 
+from aionn.hal.batching import Batching, RowAxes
 from aionn.hal.model import Constant, Operation
 from aionn.hal.options import OptionValue
 from aionn.hal.queues import GrantorDescriptor, MQFlavor
@@ -74,6 +75,7 @@ class OptionsMessage(ControlMessage, frozen=True):
     at_most: bool = False
     instances: int = 1
     engine: EngineOptionsMessage = EngineOptionsMessage()
+    batching: Batching | None = None
 
 
 class CacheMessage(ControlMessage, frozen=True):
@@ -112,6 +114,8 @@ class Prepared(ControlMessage, frozen=True):
         contents: what `known_contents` is for the constants that were compiled, if the device copied them.
         runs_on: what computes the model, if the engine says so.
         tunes: whether the model may offer a better artifact while it runs.
+        rows: whether the device joins requests, and along which axes. None if that was not asked for.
+        shown: the number by which the driver's page shows the model, or 0.
     """
 
     prepared: int
@@ -121,6 +125,8 @@ class Prepared(ControlMessage, frozen=True):
     contents: bytes = b""
     runs_on: str = ""
     tunes: bool = False
+    rows: RowAxes | None = None
+    shown: int = 0
 
 
 class Values(ControlMessage, frozen=True):

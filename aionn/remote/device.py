@@ -30,6 +30,8 @@ from aionn.hal.types import KEYRING_NEEDED, BufferDesc, BufferRole, CacheFiles, 
 from aionn.hal.values import ValuesResult, as_messages, from_messages
 from aionn.memory.memory import Memory
 from aionn.memory.region import Region
+from aionn.pages.layout import JoinedRuns
+from aionn.pages.page import PageReader
 from aionn.remote.calls import (
     Adopt,
     Allocate,
@@ -122,8 +124,10 @@ class RemoteDevice:
 
     `name` is the name under which the app asked for the device. The greeting has the engine's name.
     `restarted` is set when the app ends this driver by a restart.
-    `pidfd` returns a new descriptor of the driver process, or -1.
+    `pidfd` returns a new descriptor of the driver process, or -1. `page` is the driver's statistics page, which its process owns.
     """
+
+    page: PageReader | None = None
 
     def __init__(self, connection: Connection, ready: Ready, name: str | None = None, pidfd: Callable[[], int] = lambda: -1) -> None:
         self.pidfd = pidfd
@@ -322,7 +326,20 @@ class RemotePreparedModel:
         self.contents = prepared.contents
         self.runs_on = escaped(prepared.runs_on)
         self.tunes = prepared.tunes
+        self.rows = None if prepared.rows is None else replace(prepared.rows, reason=escaped(prepared.rows.reason))
+        self._shown = prepared.shown
         self._closed = False
+
+    def joined_runs(self) -> JoinedRuns | None:
+        """Return what the driver has joined for this model, or None if its page does not show that."""
+        page = self.device.page
+        return page.joined_runs(self._shown) if page is not None and self._shown else None
+
+    @property
+    def was_joining(self) -> bool:
+        """Whether a joined run of the model is in progress, or was when its driver ended."""
+        page = self.device.page
+        return page is not None and self._shown in page.joining_models()
 
     def remember(self, model: PooledModel) -> None:
         """Note which model this is, for log lines: one that comes from a cache does not say so itself."""
@@ -594,6 +611,7 @@ def options_message(options: PrepareOptions, engine: EngineOptionsMessage) -> Op
         options.at_most,
         options.instances,
         engine,
+        options.batching,
     )
 
 

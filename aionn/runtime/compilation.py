@@ -12,7 +12,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from numpy.typing import NDArray
 
@@ -32,14 +32,14 @@ from aionn.runtime.executing.fallback import Retries, retried
 from aionn.runtime.executing.frames import Frames
 from aionn.runtime.executing.link import CLOSE_S
 from aionn.runtime.preparing.compile_acts import CompileRequest
-from aionn.runtime.preparing.kept_model import KeptModel
+from aionn.runtime.preparing.kept_model import MOST_JOINED_DEATHS, KeptModel
 from aionn.runtime.preparing.preparation import Found
 from aionn.runtime.serving.serving import Serving
 from aionn.runtime.session import Session
 from aionn.runtime.streaming.burst import Burst
 from aionn.runtime.streaming.connection import BurstConnection, Connections
 from aionn.runtime.streaming.kept_burst import KeptBurst
-from aionn.tasks import AsyncOnly, bounded_shield, checked_count, checked_name, deadline_of, ending_by
+from aionn.tasks import AsyncClosed, bounded_shield, checked_count, checked_name, deadline_of, ending_by
 
 if TYPE_CHECKING:  # most apps make no stages, and start no executions
     from aionn.memory.memory import HasFileno
@@ -54,6 +54,24 @@ if TYPE_CHECKING:  # most apps make no stages, and start no executions
 
 _TRIALS = 16
 """So many trials of one compilation may run at once."""
+
+
+class BatchingState(NamedTuple):
+    """Whether requests are joined, as it is now (public face: `compilation.batching`).
+
+    Attributes:
+        allowed: whether the device may join requests.
+        reason: why it may not. Empty otherwise.
+        axes: the axis of the rows of each input, by name. None: the input must be equal in all joined requests.
+        most_rows: how many rows are joined at most now. 1 until larger runs have been measured, and where they do not pay.
+        row_ms: the mean milliseconds of one row, by the size of the run: 1, 2, 4 and so on. Each stands for the sizes up to the next one.
+    """
+
+    allowed: bool
+    reason: str
+    axes: Mapping[str, int | None]
+    most_rows: int
+    row_ms: Mapping[int, float]
 
 
 class CompilationParts:
@@ -205,7 +223,7 @@ def _trial_runs(executor: Executor) -> Run:
     return run
 
 
-class Compilation(AsyncOnly):
+class Compilation(AsyncClosed):
     """A model prepared on a device. Made by `Runtime.compile`; freed by `aclose`, with the runtime, or when collected.
 
     Attributes:
@@ -230,12 +248,6 @@ class Compilation(AsyncOnly):
 
     def __repr__(self) -> str:
         return f"Compilation(device={self.device!r}, outcomes={self.outcomes!r})"
-
-    async def __aenter__(self) -> Compilation:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.aclose()
 
     async def aclose(self) -> None:
         """Close its bursts and let the driver free the model, which it does once executions in flight are over.
@@ -279,6 +291,37 @@ class Compilation(AsyncOnly):
         """
         serving = self._parts.kept_model.compiled.serving
         return "" if serving is None else serving.prepared.runs_on
+
+    @property
+    def batching(self) -> BatchingState | None:
+        """Whether the driver joins requests, why not, and what it has measured. None without `compile(batch=)`."""
+        if self._parts.kept_model.request.options.batching is None:
+            return None
+        kept_model = self._parts.kept_model
+        serving = kept_model.compiled.serving
+        rows = None if serving is None else serving.prepared.rows
+        if serving is None or rows is None:
+            why = "the model is not compiled yet" if serving is None else f"device {self.device!r} joins no requests"
+            if kept_model.joined_deaths >= MOST_JOINED_DEATHS:
+                why = f"{kept_model.joined_deaths} drivers died within joined runs of this model"
+            return BatchingState(False, why, {}, 1, {})
+        runs = serving.prepared.joined_runs()
+        reason = "a joined run differed from one of its rows alone; the log has more" if runs is not None and runs.off else rows.reason
+        row_ms = {1 << size: row_ns / 1e6 for size, row_ns in enumerate(() if runs is None else runs.size_row_ns) if row_ns}
+        return BatchingState(not reason, reason, dict(rows.inputs), 1 if runs is None else runs.most, row_ms)
+
+    def statistics(self) -> dict[str, Any]:
+        """Return what the driver has run for the bursts of this compilation with `batch=`, since it prepared the model.
+
+        `runs` counts engine runs, `rows` the requests' rows in them, and `rows_per_run` is their ratio. `by_rows` counts runs by their
+        rows: 1, 2, 4 and so on, each up to the next one. All are 0 without `batch=`.
+        """
+        serving = self._parts.kept_model.compiled.serving
+        runs = None if serving is None else serving.prepared.joined_runs()
+        if runs is None:
+            return {"runs": 0, "rows": 0, "rows_per_run": 0.0, "by_rows": {}}
+        by_rows = {1 << size: count for size, count in enumerate(runs.size_runs) if count}
+        return {"runs": runs.runs, "rows": runs.rows, "rows_per_run": runs.rows / max(1, runs.runs), "by_rows": by_rows}
 
     @property
     def stages(self) -> tuple[Stage, ...]:

@@ -23,6 +23,7 @@ from aionn import trace
 from aionn.caching.store import CacheStore
 from aionn.errors import CallerError, DeadlineError, refuse_coroutine
 from aionn.events import Event
+from aionn.hal.batching import Batching
 from aionn.hal.interfaces import PrepareOptions
 from aionn.hal.model import PooledModel, known_token
 from aionn.hal.types import CACHE_TOKEN_BYTES, MAX_INSTANCES, MAX_THREADS, ExecutionPreference, Priority
@@ -74,6 +75,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     stages: Sequence[str] | None
     stage_policy: StagePolicy | None
     options: Mapping[str, Mapping[str, object]] | None
+    batch: Batching | None
     idle_s: float | None
     timeout_s: float | None
     name: str | None
@@ -116,7 +118,14 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
             threads=most // instances if chosen is None else chosen,
             at_most=chosen is None,
             instances=asked,
+            batching=self._checked_batch(),
         )
+
+    def _checked_batch(self) -> Batching | None:
+        batch: Any = self.batch
+        if batch is not None and not isinstance(batch, Batching):
+            raise CallerError(f"compile: batch of type {type(batch).__name__}; give an aionn.Batching, or None to run each request alone")
+        return batch
 
     def _shown_name(self) -> str:
         """Return how it is shown: by the name that the app gave, the model's file without its suffix, or the model's token."""

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from aionn.events import Event
+    from aionn.hal.batching import Batching
     from aionn.hal.model import PooledModel
     from aionn.needs import Needs
     from aionn.runtime.compilation import Compilation
@@ -276,6 +277,7 @@ class Runtime(AsyncOnly):
         stages: Sequence[str] | None = None,
         stage_policy: StagePolicy | None = None,
         options: Mapping[str, Mapping[str, object]] | None = None,
+        batch: Batching | None = None,
         idle_s: float | None = None,
         timeout_s: float | None = None,
         name: str | None = None,
@@ -298,7 +300,7 @@ class Runtime(AsyncOnly):
                 one thread.
             instances: how many runs may go on beside each other, over one copy of the weights. Many callers gain from several
                 instances with one thread each; a single caller gains from several threads. None: the engine chooses. ONNX Runtime
-                takes as many as CPUs, at most 4, for a tiny model, which has one thread; else it takes one.
+                takes as many as CPUs, at most 4, for a tiny model, which has one thread; else it takes one, and with `batch=`, too.
             cache_dir: folder where compilations are kept, made if it is missing, or None for no caching.
             cache_required: raise `CallerError` if `cache_dir` cannot keep the compilation, instead of compiling at each start. In mode
                 "jit" the first execution raises what is seen only then, and in mode "staged" a better stage is rejected. Later, as after
@@ -313,6 +315,8 @@ class Runtime(AsyncOnly):
                 defaults of `aionn.StagePolicy`.
             options: options of engines, by the name of the device: `{"onnxruntime:cuda": {"device_id": 1}}`. Each is a text, a number,
                 True or False, or the path of a file. They are part of the cache key, files by their content. See docs/how-to/providers.md.
+            batch: join requests of several callers into one run, where the driver measures that it pays. None: each request runs alone. See
+                docs/how-to/joining.md. It is part of the cache key.
             idle_s: give the driver's memory back after so many seconds without use, or up to a quarter more. A driver process that holds
                 nothing else ends then. The next use loads the model again from `cache_dir`, or compiles it again without one. Executions,
                 leased frames and open device memories are use. An open burst alone is not. None: never. See docs/how-to/idle-memory.md.
@@ -349,6 +353,7 @@ class Runtime(AsyncOnly):
             stages=stages,
             stage_policy=stage_policy,
             options=options,
+            batch=batch,
             idle_s=idle_s,
             timeout_s=timeout_s,
             name=name,

@@ -2,6 +2,8 @@
 
 Rows, one ratio or more each, with the bound that aionn means to reach. Ratios are computed within a round; their median is judged.
     N1        64 paced streams of Silero beside `to_thread` over one session
+    N2        64 paced streams of Silero that share runs, staggered and in step, beside the same
+    N3        16 streams of Silero in a closed loop that share runs, beside one lane without that
     N4        16 paced streams of Silero beside the same
     N5        one paced stream beside 60 lines of shared memory, and beside `to_thread`
     N6        a model that does nothing, 1,000 times a second, beside shared memory
@@ -26,12 +28,14 @@ from collections.abc import Awaitable, Callable
 import uvloop
 
 from aionn.cli.bench import Others, machine, machine_line
-from tests.bench import many_blocking, many_chains, many_frames, many_soak, many_streams
+from tests.bench import many_blocking, many_chains, many_frames, many_joined, many_soak, many_streams
 from tests.bench.real import INTERRUPTED
 from tests.bench.real_report import NotAvailableError, Options, Report
 
 GROUPS: tuple[tuple[tuple[str, ...], Callable[[Report, Options], Awaitable[None]]], ...] = (
     (("N1",), many_streams.sixty_four),
+    (("N2",), many_joined.joined),
+    (("N3",), many_joined.closed),
     (("N4",), many_streams.sixteen),
     (("N5",), many_streams.one),
     (("N6",), many_streams.identity),

@@ -95,6 +95,7 @@ def test_a_lane_without_memory_for_an_answer_says_so_and_goes_on() -> None:
 
     class Runs:
         serial = False
+        kind = 0
 
         def run(self, lane: object, measure_timing: bool) -> Result:
             return Result(ErrorStatus.NONE)

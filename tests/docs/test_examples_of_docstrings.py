@@ -84,6 +84,7 @@ async def empty() -> AsyncIterator[World]:
 
 
 WORLDS: dict[str, Callable[[], Any]] = {
+    "Batching": small,
     "Burst": small,
     "Compilation": small,
     "DeviceMemory": recurrent,

@@ -32,6 +32,7 @@ from aionn.testing.models import identity_model
 from tests.docs.pages import DOCS, ROOT, Block, blocks, programs, the_block
 from tests.engines.provider_shim import install_shim
 from tests.leaks import leak_check
+from tests.real_models import carried
 from tests.runtime.values_models import linear_classifier
 from tests.scaled_model import scaled_model
 
@@ -62,6 +63,7 @@ WORLDS = {
     "When a driver dies",
     "How many threads, and how many runs at once",
     "A bound for the machine",
+    "Join requests of several callers",
     "Priority",
     "Providers and options of devices",
     "How long a driver process and its memory live",
@@ -342,6 +344,16 @@ async def test_threads_instances_and_priority_as_the_page_says(silero_path: Path
     await run_block("A bound for the machine", world)
     with pytest.raises(aionn.CallerError, match="not open"):
         await world["runtime"].compile(model)
+
+
+@pytest.mark.anyio
+async def test_requests_are_joined_as_the_page_says(capsys: pytest.CaptureFixture[str]) -> None:
+    async with aionn.Runtime(start=()) as runtime:
+        world = {"aionn": aionn, "runtime": runtime, "model": aionn.Model.from_onnx(carried("silero_batch"))}
+        await run_block("Join requests of several callers", world)
+    printed = capsys.readouterr().out
+    assert printed.startswith("BatchingState(allowed=True")
+    assert "rows_per_run" in printed
 
 
 def driver_of(runtime: aionn.Runtime) -> int:

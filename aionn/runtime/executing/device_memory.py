@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from types import TracebackType
 from typing import Any
 
 import anyio
@@ -26,13 +25,13 @@ from aionn.runtime.executing.arguments import as_array
 from aionn.runtime.executing.device_buffers import BufferPair, DeviceRoles
 from aionn.runtime.executing.device_state import DeviceState, Holding
 from aionn.runtime.preparing.kept_model import KeptModel
-from aionn.tasks import AsyncOnly, deadline_of, ending_by
+from aionn.tasks import AsyncClosed, deadline_of, ending_by
 
 CLOSE_S = 2.0
 """The driver is given this long to finish what uses a memory that is closed, and to free it. It frees it later all the same."""
 
 
-class DeviceMemory(AsyncOnly):
+class DeviceMemory(AsyncClosed):
     """A tensor in the driver. Made by `Compilation.allocate` or `Runtime.allocate`; freed by `aclose`, with the runtime, or when collected.
 
     It may be used as the inputs and outputs it was allocated for: as a value of `inputs`, or of `outputs=`, of `compute`.
@@ -88,12 +87,6 @@ class DeviceMemory(AsyncOnly):
     def closed(self) -> bool:
         """Whether `aclose` has been called."""
         return self._state.closed
-
-    async def __aenter__(self) -> DeviceMemory:
-        return self
-
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        await self.aclose()
 
     async def aclose(self) -> None:
         """Free it in the driver. Executions that use it finish first, and are waited for no longer than `CLOSE_S`."""

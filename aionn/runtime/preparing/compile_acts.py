@@ -175,11 +175,17 @@ def wanted_of(remote: RemoteDevice, request: CompileRequest, token: bytes, opera
         device_version=remote.version,
         preference=options.preference,
         priority=options.priority if remote.priority_matters else None,
-        options=options.of(remote.name).encoded,
+        options=_key_options(options, remote.name),
         operations=None if operations is None else tuple((0, index) for index in operations),
     )
     encoded, key, family = encoded_keys(parts)
     return Wanted(key, family, remote.name, remote.version, known_token(request.model), remote.cache_files, encoded)
+
+
+def _key_options(options: PrepareOptions, device: str) -> tuple[tuple[str, bytes], ...]:
+    """Return what the key of an entry has beside the preference. No option of an engine has a name with a space."""
+    own = options.of(device).encoded
+    return own if options.batching is None else tuple(sorted((*own, ("joined rows", options.batching.encoded))))
 
 
 def why_not_cached(remote: RemoteDevice) -> str:

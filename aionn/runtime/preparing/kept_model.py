@@ -35,6 +35,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import anyio
+from msgspec.structs import replace
 
 from aionn import trace
 from aionn.caching.outcomes import CacheOutcome
@@ -74,6 +75,10 @@ def device_names(prepared: Prepared) -> tuple[str, ...]:
     return tuple(dict.fromkeys(step.device.name for step in steps))
 
 
+MOST_JOINED_DEATHS = 2
+"""After so many deaths of drivers within joined runs, the requests of a model are joined no more."""
+
+
 class KeptModel:
     """The prepared model of one compilation.
 
@@ -83,6 +88,7 @@ class KeptModel:
         outcomes: one per step of the plan, of the last preparation.
         record: how the compilation is shown.
         preparation: the preparation that is under way, unless it is the first one in `Runtime.compile`.
+        joined_deaths: how many drivers have died within a joined run of the model.
         disproved: gives the names of outputs that came out in another shape than the model declares.
     """
 
@@ -99,6 +105,7 @@ class KeptModel:
         self.preparation: Progress | None = None
         self._preparing: _Preparing | None = None
         self._storing = anyio.Lock()
+        self.joined_deaths = 0
         if first is not None:
             first[0].remember(request.model)
             self.compiled.serving = Serving(first[0], request.model, self.compiled.use, request.stage)
@@ -199,6 +206,7 @@ class KeptModel:
             name = "compilation.prepare" if dead is None else "compilation.prepare_again"
             if dead is not None and dead.lost and not dead.prepared.device.restarted:
                 ended_by = dead.ended_by
+                self.joined_deaths += isinstance(ended_by, DriverDiedError) and dead.prepared.was_joining
                 if isinstance(ended_by, DriverDiedError | DriverHungError):
                     compiled.failed(dead, ended_by)
             with (
@@ -232,6 +240,8 @@ class KeptModel:
     async def _preparation(self) -> tuple[str | None, Found]:
         """Prepare the model. Returns also the name of the stage, or None where it is named after its device."""
         serving, devices, request = self.compiled.serving, self.session.devices, self.request.without_deadline(self.disproved())
+        if self.joined_deaths >= MOST_JOINED_DEATHS:
+            request = replace(request, options=replace(request.options, batching=None))
         if serving is None:
             return None, check_kept(request, await prepare_on_best(devices, request))
         from aionn.runtime.preparing.partition import prepare_again, prepare_on

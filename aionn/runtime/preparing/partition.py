@@ -73,8 +73,10 @@ class Partition:
     def __init__(self, devices: Devices, request: CompileRequest, prepare_step: PrepareStep | None = None) -> None:
         """`prepare_step`: how each step is prepared, by default as any model is."""
         self._devices = devices
-        self._request = request
-        self._model, self._options, self._cache = request.model, request.options, request.cache
+        # Steps join no requests, because what lies between them is in one frame with the arguments.
+        self._options = msgspec.structs.replace(request.options, batching=None)
+        self._request = msgspec.structs.replace(request, options=self._options)
+        self._model, self._cache = request.model, request.cache
         self._prepare_step = prepare_step or partial(prepare, devices)
         self.capable: dict[str, Sequence[bool]] = {}
         self.step_failed: str | None = None

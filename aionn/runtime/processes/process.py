@@ -180,6 +180,7 @@ class DriverProcess:
                 raise ControlError(str(error)) from error
             self._page.trace_until(traced_until_ns())
             self._remote = RemoteDevice(self.connection, greeting, self.name, self._child.pidfd)
+            self._remote.page = self._page
             self._started.set()
             self.life.record.greeted(greeting.type.name.lower(), self._remote.version)
             took_s = (time.monotonic_ns() - self.life.started_ns) / 1e9

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from aionn.hal.batching import RowAxes
 from aionn.hal.model import PooledModel
 from aionn.hal.options import CallOptions
 from aionn.hal.types import Request
@@ -72,9 +73,11 @@ class PlannedModel:
         inputs, outputs: the operands of the whole model.
         device: the devices of the steps, as one.
         tunes: as `RemotePreparedModel.tunes`. A plan's steps are not asked for better artifacts.
+        rows, was_joining: as those of `RemotePreparedModel`. A plan joins no requests.
     """
 
-    tunes = False
+    tunes = was_joining = False
+    rows = RowAxes("a plan cuts the model over several devices; compile it for one device")
 
     def __init__(self, model: PooledModel, steps: Sequence[PlannedStep]) -> None:
         """Join prepared steps.
@@ -123,6 +126,9 @@ class PlannedModel:
             if not is_input and name in prepared.outputs:
                 roles.append(StepRole(prepared, False, list(prepared.outputs).index(name)))
         return roles
+
+    def joined_runs(self) -> None:
+        """Return None: a plan joins no requests."""
 
     async def aclose(self) -> None:
         """Let every driver free its step."""

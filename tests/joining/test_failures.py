@@ -1,0 +1,197 @@
+"""Joined runs that fail, mix rows, or kill the driver; requests that are late or whose callers leave while others run."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import anyio
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from onnx import TensorProto, helper
+
+import aionn
+from aionn.errors import DeadlineError, DriverDiedError
+from tests.joining.engine import NAME, SLOW
+
+pytestmark = pytest.mark.anyio
+
+CALLERS = 8
+
+
+@pytest.fixture(autouse=True)
+def with_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AIONN_LANES", "1")
+
+
+@pytest.fixture
+def rows_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[list[float]]]:
+    """Returns the rows of each run of the engine so far."""
+    path = tmp_path / "runs"
+    path.touch()
+    monkeypatch.setenv("AIONN_JOINED_RUNS", str(path))
+    return lambda: [[float(row) for row in line.split()] for line in path.read_text().splitlines()]
+
+
+def doubling() -> aionn.Model:
+    x = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", 4])
+    y = helper.make_tensor_value_info("y", TensorProto.FLOAT, ["batch", 4])
+    graph = helper.make_graph([helper.make_node("Add", ["x", "x"], ["y"])], "doubling", [x], [y])
+    return aionn.Model.from_onnx(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)]).SerializeToString())
+
+
+def row(value: float) -> NDArray[np.float32]:
+    return np.full((1, 4), value, np.float32)
+
+
+def runtime_of() -> aionn.Runtime:
+    return aionn.Runtime(start=(), sandbox="off")  # the engine writes a file of the test's
+
+
+async def calls(compilation: aionn.Compilation, rounds: int, callers: int = CALLERS) -> None:
+    """Make calls side by side, and check that each gets its own answer."""
+
+    async def one(caller: int) -> None:
+        for number in range(rounds):
+            value = 1 + caller + 100 * (number % 7)
+            found = await compilation.compute({"x": row(value)})
+            np.testing.assert_array_equal(found["y"], 2 * row(value))
+
+    async with anyio.create_task_group() as tasks:
+        for caller in range(callers):
+            tasks.start_soon(one, caller)
+
+
+async def test_a_joined_run_that_fails_is_repeated_row_by_row_and_its_size_rests(
+    rows_run: Callable[[], list[list[float]]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("AIONN_JOINED_ACT", "raise")
+    async with runtime_of() as runtime:
+        compilation = await runtime.compile(doubling(), devices=(NAME,), batch=aionn.Batching())
+        with caplog.at_level(logging.WARNING):
+            await calls(compilation, 40)
+        assert sum(len(rows) > 1 for rows in rows_run()) == 1  # and not again
+        assert compilation.batching is not None
+        assert compilation.batching.most_rows == 1
+        assert [record.message for record in caplog.records if "a joined run of" in record.message] != []
+
+
+async def test_a_kernel_that_mixes_rows_later_is_found_and_turned_off(
+    rows_run: Callable[[], list[list[float]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answers are right nevertheless for the run that was compared, since its rows were run again alone."""
+    monkeypatch.setenv("AIONN_JOINED_ACT", "mix")
+    async with runtime_of() as runtime:
+        compilation = await runtime.compile(doubling(), devices=(NAME,), batch=aionn.Batching(verify_every=1))
+        await calls(compilation, 60)
+        found = compilation.batching
+        assert found is not None
+        assert not found.allowed
+        assert "differed from one of its rows alone" in found.reason
+        before = len(rows_run())
+        await calls(compilation, 5)
+        assert {len(rows) for rows in rows_run()[before:]} == {1}
+
+
+async def test_a_death_in_a_joined_run_reaches_all_of_its_callers(
+    rows_run: Callable[[], list[list[float]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After two such deaths the requests of the model are joined no more, so the calls of the third round are all answered."""
+    monkeypatch.setenv("AIONN_JOINED_ACT", "die")
+    async with runtime_of() as runtime:
+        compilation = await runtime.compile(doubling(), devices=(NAME,), batch=aionn.Batching())
+        for died in (True, True, False):
+            ends: list[bool] = []
+
+            async def one(caller: int, ends: list[bool] = ends) -> None:
+                try:
+                    for _ in range(60):
+                        await compilation.compute({"x": row(1 + caller)})
+                    ends.append(False)
+                except DriverDiedError:
+                    ends.append(True)
+
+            async with anyio.create_task_group() as tasks:
+                for caller in range(CALLERS):
+                    tasks.start_soon(one, caller)
+            assert ends == [died] * CALLERS
+            found = await compilation.compute({"x": row(3)})
+            np.testing.assert_array_equal(found["y"], 2 * row(3))
+        assert compilation.batching is not None
+        assert compilation.batching.reason == "2 drivers died within joined runs of this model"
+
+
+async def test_a_late_or_left_request_behind_a_long_run_ends_in_time_and_a_late_one_never_runs(
+    rows_run: Callable[[], list[list[float]]],
+) -> None:
+    async with runtime_of() as runtime:
+        compilation = await runtime.compile(doubling(), devices=(NAME,), batch=aionn.Batching())
+        await calls(compilation, 3)
+        late = 77.0
+        ended: list[float] = []
+
+        async def long() -> None:
+            await compilation.compute({"x": row(SLOW)})
+
+        async def with_deadline() -> None:
+            began_s = time.monotonic()
+            with pytest.raises(DeadlineError):
+                await compilation.compute({"x": row(late)}, timeout_s=0.02)
+            ended.append(time.monotonic() - began_s)
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(long)
+            await anyio.sleep(0.05)
+            tasks.start_soon(with_deadline)
+        await calls(compilation, 3)
+        assert ended[0] < 0.15
+        assert not any(late in rows for rows in rows_run())
+
+
+async def test_without_batching_nothing_is_joined(rows_run: Callable[[], list[list[float]]]) -> None:
+    async with runtime_of() as runtime:
+        compilation = await runtime.compile(doubling(), devices=(NAME,))
+        await calls(compilation, 20)
+        assert {len(rows) for rows in rows_run()} == {1}
+        assert compilation.batching is None
+        assert compilation.statistics()["runs"] == 0
+
+
+async def test_a_wrong_argument_says_what_is_right() -> None:
+    async with runtime_of() as runtime:
+        with pytest.raises(aionn.CallerError, match=r"batch of type int; give an aionn\.Batching, or None"):
+            await runtime.compile(doubling(), batch=16)  # type: ignore[arg-type]
+
+
+async def test_one_burst_does_not_own_the_batches(rows_run: Callable[[], list[list[float]]]) -> None:
+    """One burst has 32 requests in flight, seven have one each. Each of the seven is in every run, or in the next."""
+    async with runtime_of() as runtime:
+        compilation = await runtime.compile(doubling(), devices=(NAME,), batch=aionn.Batching(max_rows=8))
+        await calls(compilation, 60, callers=16)  # until sizes are known
+        assert compilation.batching is not None
+        assert compilation.batching.most_rows == 8
+        waits: list[int] = []
+        ends = anyio.Event()
+
+        async def hungry(burst: aionn.Burst) -> None:
+            while not ends.is_set():
+                await burst.compute({"x": row(1)})
+
+        async def modest(number: int) -> None:
+            async with compilation.burst() as burst:
+                for _ in range(100):
+                    before = compilation.statistics()["runs"]
+                    await burst.compute({"x": row(1 + number)})
+                    waits.append(compilation.statistics()["runs"] - before)
+            ends.set()
+
+        async with compilation.burst(depth=32) as deep, anyio.create_task_group() as tasks:
+            for _ in range(32):
+                tasks.start_soon(hungry, deep)
+            for number in range(1, 8):
+                tasks.start_soon(modest, number)
+        # The run in progress, its own one, and those that ended before the app looked. The hungry burst alone fills four runs.
+        assert sorted(waits)[len(waits) // 2] <= 3
