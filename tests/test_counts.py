@@ -27,8 +27,8 @@ MOST: dict[str, tuple[int, int, int]] = {
     "burst.compute, usual": (6, 3, 253),
     "swap": (1_200, 70, 28_800),
 }
-# 370 of them are the template of drivers, 753 bursts for threads without a loop and further clients, 930 the joining of requests
-MOST_CODE_LINES = 40_702
+# 370 of them are the template of drivers, 753 bursts for threads without a loop and further clients, 940 the joining of requests
+MOST_CODE_LINES = 40_711
 MOST_FILES = 285
 MOST_LINES_OF_C = 5_487
 MOST_NAMES_DEFINED_TWICE = 0

@@ -20,6 +20,7 @@ Invariants
 from __future__ import annotations
 
 import logging
+import struct
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -41,6 +42,10 @@ from aionn.pages import layout as words_of
 
 logger = logging.getLogger("aionn.driver")
 
+_SHOW = struct.Struct("=3Q").pack_into
+"""Writes JOIN_RUNS, JOIN_ROWS and JOIN_MOST, which are neighbours."""
+_SHOWN_EVERY = 16
+"""After so many single runs their mean time is shown again."""
 _ALIGNMENT = 64
 _MOST_BATCHES = 256
 """A lane keeps arrays for so many sizes of joined runs, then makes them anew."""
@@ -83,7 +88,9 @@ class Joining:
         """`words`: those of the slot that shows the model, or None."""
         self.axes, self.sizes = axes, Sizes(batching)
         self.off = axes.reason
-        self._words: Any = [0] * words_of.SLOT_WORDS if words is None else words
+        self._words = memoryview(bytearray(8 * words_of.SLOT_WORDS)).cast("Q") if words is None else words
+        self._bytes = self._words.cast("B")
+        self._runs = self._rows = self._expected_ns = 0
         self._words[words_of.JOIN_MOST] = 1 if self.off else self.sizes.most
         self._batching, self._device = batching, device
         self._inputs, self._outputs = dict(axes.inputs), dict(axes.outputs)
@@ -93,7 +100,8 @@ class Joining:
 
     def leave_page(self) -> None:
         """Write no more to the page, because the slot gets another model. A run that still goes on is not shown."""
-        self._words = [0] * words_of.SLOT_WORDS
+        self._words = memoryview(bytearray(8 * words_of.SLOT_WORDS)).cast("Q")
+        self._bytes = self._words.cast("B")
 
     # ---- when a request is bound ----------------------------------------------------------------------------------------
 
@@ -133,7 +141,7 @@ class Joining:
             requests = most // execution.rows if execution.rows > 1 else most
             if requests > 1:
                 until_ns = time.monotonic_ns() + 1000 * self._batching.max_wait_us if self._batching.max_wait_us else 0
-                more = native.join(requests - 1, sizes.run_ns(most), until_ns)
+                more = native.join(requests - 1, self._expected_ns, until_ns)
                 if more:
                     return self._run_all(lane, [first, *more])
         return self._run_alone(lane, first)
@@ -315,15 +323,19 @@ class Joining:
         return all(alike(single[name], array, exact) for name, array in found.items())
 
     def _count(self, rows: int, took_ns: int) -> None:
-        words, sizes = self._words, self.sizes
-        words[words_of.JOIN_RUNS] += 1
-        words[words_of.JOIN_ROWS] += rows
+        sizes = self.sizes
+        self._runs += 1
+        self._rows += rows
         size = min(max(rows, 1), MOST_ROWS).bit_length() - 1
-        words[words_of.SIZE_RUNS + size] += 1
         if 0 < rows <= self._batching.max_rows:
             sizes.note(rows, took_ns)
-            words[words_of.SIZE_ROW_NS + size] = int(sizes.row_ns[size])
-            words[words_of.JOIN_MOST] = sizes.most
+        # Three words with one call, because a lone caller pays for each.
+        _SHOW(self._bytes, 8 * words_of.JOIN_RUNS, self._runs, self._rows, 1 if self.off else sizes.most)
+        self._words[words_of.SIZE_RUNS + size] += 1
+        if not self._runs % _SHOWN_EVERY or rows > 1:
+            if size < len(sizes.row_ns):
+                self._words[words_of.SIZE_ROW_NS + size] = int(sizes.row_ns[size])
+            self._expected_ns = sizes.run_ns(sizes.most)
 
 
 class _MixedError(Exception):
