@@ -5,7 +5,7 @@ share only the end of the driver. The runtime knows best why a driver has ended,
 the runtime's loop does not run, the client finds the end by the driver's pidfd and by the end of its socket.
 
 Invariants
-    `connection` ends when the driver has ended, at most `PATIENCE_S` after its socket or its pidfd has said so.
+    `connection` ends when the driver has ended, at most `PATIENCE_S` after its pidfd has said so.
     The runtime's connection holds this object by its key, and never what waits for it.
 """
 
@@ -27,6 +27,9 @@ from aionn.tasks import leave_in_child, seconds_until
 
 PATIENCE_S = 0.05
 """How long the runtime's reason for the end of a driver is waited for."""
+
+DYING_S = 5.0
+"""A process whose socket has ended takes at most so long to die, also on a busy machine. One that lives on has closed the socket."""
 
 GREETING_S = 10.0
 """A driver that lives greets a new client within this time, unless it hangs."""
@@ -111,8 +114,8 @@ class AttachedDriver:
     def _socket_ended(self, error: Exception | None) -> None:
         if error is not None:
             self.end(error if isinstance(error, ControlError) else ControlError(f"the connection to the driver failed: {error}"))
-        else:
-            self._end_within(PATIENCE_S)  # the socket of a process that dies ends before the process does
+        else:  # the socket of a process that dies ends before the process does, and perhaps long before
+            self._end_within(PATIENCE_S if self._device is None or self._pidfd < 0 else DYING_S)
 
     def _process_ended(self) -> None:
         self._waits.remove_reader(self._pidfd)
