@@ -206,22 +206,24 @@ static void look(LaneObject *lane, ListenerObject *listener, int64_t budget_ns)
         lanes->looking = true;
         exchange_look(&listener->exchange, listener->exchange.requests, now_ns, budget_ns);
         lanes->looking = false;
-        if (listener->lent)
-            lanes_enqueue(lanes, listener);
-    } else if (arm(listener) != ARMED) {
-        lanes_enqueue(lanes, listener);
     } else {
+        /* An event of this burst would wake a lane that sleeps, too. The other bursts are armed. */
         struct epoll_event events[EVENTS];
+        struct ring *requests = &listener->exchange.requests->ring;
         int count;
         lanes->looking = true;
+        listener->exchange.requests->users++;
         Py_BEGIN_ALLOW_THREADS
         do
             count = epoll_wait(lanes->epoll_fd, events, EVENTS, 0);
-        while (!count && ring_now_ns() < now_ns + budget_ns);
+        while (!count && !ring_would_wake(requests, 1) && ring_now_ns() < now_ns + budget_ns);
         Py_END_ALLOW_THREADS
+        ring_leave(listener->exchange.requests);
         lanes->looking = false;
         lanes_collect(lanes, events, count);
     }
+    if (listener->lent)
+        lanes_enqueue(lanes, listener);
 }
 
 /* A burst had no request: look for one, or arm it. Return whether to make a warm run, because the app announces a request. */

@@ -265,7 +265,7 @@ def _idle(p: Protocol, s: State, n: int) -> Iterator[tuple[str, State]]:
         if sum(burst.lent for burst in s.bursts) == 1:
             yield "looks", _lane(looked, n, at="looks")._replace(looking=True, gil=-1)
         else:
-            yield "arms to look", _lane(looked, n, at="arm", then="polls")
+            yield "looks, and polls for the others", _lane(looked, n, at="polls")._replace(looking=True, gil=-1)
     if p.arms_when_empty:
         yield "arms", _lane(s, n, at="arm", then="top")
     else:
@@ -294,8 +294,6 @@ def _armed(s: State, n: int, *, there: bool = False) -> State:
     then = s.lanes[n].then
     if then == "run":
         return _lane(s, n, at="run", then="")._replace(gil=-1)
-    if then == "polls" and not there:
-        return _lane(s, n, at="polls", then="", burst=-1)._replace(gil=-1, looking=True)
     return _lane(s, n, at="top", then="", burst=-1)
 
 
@@ -343,8 +341,10 @@ def _lane_steps(p: Protocol, s: State, n: int) -> Iterator[tuple[str, State]]:
         yield "counts its sleep", _lane(s, n, at="asleep")._replace(sleeping=s.sleeping + 1)
     elif lane.at in ("awake", "polled"):
         slept = lane.at == "awake"
-        held = held._replace(sleeping=s.sleeping - slept, looking=s.looking and slept)
-        yield "goes on", _lane(_collect(held, iter([lane.event] * (lane.event >= 0))), n, at="top", event=-1)
+        held = _collect(held._replace(sleeping=s.sleeping - slept, looking=s.looking and slept), iter([lane.event] * (lane.event >= 0)))
+        if not slept and s.bursts[lane.burst].lent:
+            held = _enqueue(held, lane.burst)
+        yield "goes on", _lane(held, n, at="top", event=-1, burst=-1)
     elif lane.at == "looks":
         held = _enqueue(held, lane.burst) if s.bursts[lane.burst].lent else held
         yield "has looked", _lane(held._replace(looking=False), n, at="top", burst=-1)

@@ -132,6 +132,35 @@ def test_a_request_wakes_another_lane_while_one_runs_and_none_when_that_one_is_a
         assert in_thread(lambda: lane.next(None), lanes) is not None
 
 
+def test_a_lane_that_looks_for_one_of_two_bursts_needs_no_signal() -> None:
+    """A signal would wake a lane that sleeps, beside the one that looks. A lane looks once it was alone for a millisecond."""
+    lanes = Lanes()
+    with bursts(1) as [other], both_ends(24, 64) as (app_requests, requests), both_ends(24, 64) as (app_results, results):
+        burst = Burst(Listener(requests, results, 10**9), app_requests, app_results, requests)
+        burst.listener.remember(BODY, object())
+        lane = Lane(lanes)
+        for one in (other, burst):
+            assert lanes.lend(one.listener, lambda: None)
+        burst.send(1)
+        lane.next(None)
+        burst.send(2)
+        lane.next(ANSWER)
+        assert burst.answers() == [1]
+        threading.Event().wait(0.005)
+        taken: list[object] = []
+        thread = threading.Thread(target=lambda: taken.append(lane.next(ANSWER)))
+        thread.start()
+        threading.Event().wait(0.05)  # it looks for a second
+        burst.send(3)
+        signalled = is_signalled(burst)
+        thread.join(20)
+        lanes.stop()
+        thread.join(20)
+        assert not signalled
+        assert taken != [None]
+        assert burst.answers() == [2]
+
+
 def test_a_burst_that_is_lent_to_other_lanes_while_its_run_is_in_flight_is_theirs() -> None:
     lanes, others = Lanes(), Lanes()
     with bursts(7) as [*before, burst]:
