@@ -10,8 +10,8 @@ from typing import Any
 from aionn.cli.printing import NotDoneError, UsageError, duration, print_json
 from aionn.cli.top_reading import NotReadableError, app_page
 from aionn.escapes import escaped
-from aionn.pages.finding import READ_S, RecordReader
 from aionn.pages.layout import LayoutError
+from aionn.pages.record_reader import READ_S, RecordReader
 from aionn.trace.events import Recorded
 from aionn.trace.file import write
 

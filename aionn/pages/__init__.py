@@ -4,7 +4,8 @@
     app_layout  the same for an app's page and for trace records (sans-IO)
     page        a driver's page as its process writes it and as its app reads it; maps memory
     app_page    the app's page: slots given out and taken back
-    finding     pages and trace rings of other processes, found by the links in /proc and read while they run
+    finding     pages and trace rings of other processes, found by the links in /proc
+    record_reader  trace records of an app and its drivers, collected
     totals      what pages show as numbers with names and labels, for monitoring, and sums of these over pages that come and go
     process_use what /proc says of a process: parent, memory, CPU time, threads, descriptors
     trace_records  what trace records mean (sans-IO)

@@ -23,7 +23,7 @@ from aionn.pages.app_page import AppPage
 from aionn.pages.layout import LayoutError
 
 if TYPE_CHECKING:
-    from aionn.pages.finding import CollectingThread
+    from aionn.pages.record_reader import CollectingThread
 
 logger = logging.getLogger("aionn.trace")
 
@@ -42,7 +42,8 @@ class PageSource:
 
     def begin(self, recording: trace.Recording) -> None:
         """See `trace.FrameSource`. Without a page there is nothing to read."""
-        from aionn.pages.finding import CollectingThread, find_page
+        from aionn.pages.finding import find_page
+        from aionn.pages.record_reader import CollectingThread
 
         try:
             page = find_page(os.getpid())

@@ -24,7 +24,7 @@ import pytest
 
 import aionn
 from aionn import trace
-from aionn.pages import finding
+from aionn.pages import record_reader
 from aionn.pages.app_layout import TRACE_RECORDS
 from aionn.pages.app_page import AppPage
 from aionn.pages.finding import find_page, tracing
@@ -243,7 +243,7 @@ async def test_a_driver_that_is_killed_leaves_its_records_and_a_file_that_holds(
 
 @pytest.mark.anyio
 async def test_what_a_recording_has_no_room_for_is_counted_and_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(finding, "MOST_BYTES", 64 * 20)
+    monkeypatch.setattr(record_reader, "MOST_BYTES", 64 * 20)
     async with aionn.Runtime() as runtime:
         compilation = await runtime.compile(model(), devices=("reference",))
         async with compilation.burst() as burst:
@@ -395,11 +395,11 @@ def test_python_spans_of_an_app_reach_a_tracer_outside(tmp_path: Path) -> None:
         async with aionn.Runtime() as runtime:
             page = find_page(os.getpid())
             assert page is not None
-            collector = finding.RecordReader(page)
+            collector = record_reader.RecordReader(page)
 
             async def look() -> None:
                 while True:  # else a compile that takes longer than `ASK_NS` is recorded in part only
-                    await anyio.sleep(finding.LOOK_S)
+                    await anyio.sleep(record_reader.LOOK_S)
                     collector.look()
 
             runtime._opened._record._tracer.beat()
@@ -518,7 +518,7 @@ def test_records_that_make_no_sense_are_counted_and_no_more() -> None:
     try:
         found = find_page(os.getpid())
         assert found is not None
-        collector = finding.RecordReader(found)
+        collector = record_reader.RecordReader(found)
         with tracing(found, time.monotonic_ns() + 10**12):
             now = time.monotonic_ns()
             page.trace_note(3, 1, 77, now, now, 50)  # an event without its text
