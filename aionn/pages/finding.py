@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import struct
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import NamedTuple
 
 from aionn.pages import app_layout, layout
@@ -299,21 +299,6 @@ class Asking:
         self._asked_ns = 0
         self._words.release()
         self._mapping.close()
-
-
-@contextmanager
-def tracing(page: FoundPage, until_ns: int) -> Iterator[None]:
-    """Ask a process to write trace records, until the end of the body or until that moment of CLOCK_MONOTONIC.
-
-    Raises:
-        LayoutError, OSError: as `FoundPage`.
-    """
-    asking = Asking(page)
-    try:
-        asking.until(until_ns)
-        yield
-    finally:
-        asking.close()
 
 
 def _links(pid: int, target: str) -> list[str]:

@@ -16,9 +16,10 @@ from aionn.pages import app_layout, layout
 from aionn.pages._page import snapshot
 from aionn.pages.app_layout import COUNTERS, Kind
 from aionn.pages.app_page import AppPage, close_page, open_page
-from aionn.pages.finding import FoundPage, TraceReader, find_page, tracing
+from aionn.pages.finding import FoundPage, TraceReader, find_page
 from aionn.pages.process_use import of_each_process
 from tests.pages.processes import memfds, program
+from tests.pages.tracing import tracing
 
 WRITER = """
 import sys, threading
@@ -57,7 +58,8 @@ for line in sys.stdin:
 
 READER = """
 import sys
-from aionn.pages.finding import TraceReader, find_page, tracing
+from aionn.pages.finding import TraceReader, find_page
+from tests.pages.tracing import tracing
 import time
 with find_page(int(sys.argv[1])) as page, tracing(page, time.monotonic_ns() + 60_000_000_000), TraceReader(page) as records:
     print("ready", flush=True)

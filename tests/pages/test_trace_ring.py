@@ -12,8 +12,9 @@ from aionn.pages import app_layout, layout
 from aionn.pages._page import Trace
 from aionn.pages.app_layout import TraceKind
 from aionn.pages.app_page import AppPage
-from aionn.pages.finding import FoundPage, TraceReader, find_page, tracing
+from aionn.pages.finding import FoundPage, TraceReader, find_page
 from tests.pages.processes import program
+from tests.pages.tracing import tracing
 
 FAR = 3600 * 10**9
 
@@ -64,7 +65,8 @@ def test_nothing_is_made_or_written_while_nobody_asks(page: AppPage, found: Foun
 def test_a_tracer_that_is_killed_asks_no_longer_than_it_said(page: AppPage, found: FoundPage) -> None:
     tracer = """
 import sys, time
-from aionn.pages.finding import find_page, tracing
+from aionn.pages.finding import find_page
+from tests.pages.tracing import tracing
 with find_page(int(sys.argv[1])) as page, tracing(page, int(sys.argv[2])):
     print("ready", flush=True)
     sys.stdin.readline()

@@ -27,8 +27,9 @@ from aionn import trace
 from aionn.pages import record_reader
 from aionn.pages.app_layout import TRACE_RECORDS
 from aionn.pages.app_page import AppPage
-from aionn.pages.finding import find_page, tracing
+from aionn.pages.finding import find_page
 from aionn.testing import FakeDevice, identity_model
+from tests.pages.tracing import tracing
 from tests.trace_format import FormatError, check, read
 
 FRAMES = 1008
