@@ -29,7 +29,7 @@ from tests.leaks import leak_check
 @pytest.mark.parametrize(
     "shapes", [[(1, 700)], [(1, 3)], [(1, 100), (1, 100)], [(1, 500), (1, 2)], [(1, 2), (1, 500)], [(1, 1)] * 5, [(1, 256)], [(1, 257)]]
 )
-def test_large_inputs_arrive_whole(shapes: list[tuple[int, ...]], layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_large_inputs_arrive_whole(shapes: list[tuple[int, ...]], layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(frames, "LAST_BYTES", 1024)
     names = [f"input{index}" for index in range(len(shapes))]
     model = Model.from_onnx(identity_model(dict(zip(names, shapes, strict=True))))
