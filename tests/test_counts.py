@@ -30,7 +30,7 @@ MOST: dict[str, tuple[int, int, int]] = {
 # 370 of them are the template of drivers, 753 bursts for threads without a loop and further clients, 940 the joining of requests
 MOST_CODE_LINES = 40_712
 MOST_FILES = 286
-MOST_LINES_OF_C = 5_489
+MOST_LINES_OF_C = 5_507
 MOST_NAMES_DEFINED_TWICE = 0
 MOST_VERBS_FOR_AN_END = 6
 

@@ -2,8 +2,8 @@
 
 `Caller` does what every request needs, in native code: it sends, looks for answers for a moment (`spin_policy`), sleeps, and settles in
 one go all answers that have come. caller_object.h holds its invariants. This module does the rest: answers that have not come before,
-deadlines that pass, and the end. Cancelling a caller does not cancel the driver. Only the driver's answer or its death gives back
-what the request holds (`settled`).
+deadlines that pass, and the end. A request whose caller has left becomes late while it lies in the queue, so that the driver does not
+run it. Only the driver's answer or its death gives back what the request holds (`settled`).
 
 Invariants
     `caller` remembers only answers that `decode_result` has accepted.

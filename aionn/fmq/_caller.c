@@ -8,6 +8,7 @@
 
 #define EARLY_NS 1000000 /* a loop's timer may come so much too early */
 #define OVERDUE_LOOK_NS INT64_C(500000000) /* how often to look whether another request has become the oldest */
+#define WITHDRAWN 1 /* a deadline that has passed long ago */
 
 /* ---- life ---------------------------------------------------------------------------------------------------------- */
 
@@ -152,8 +153,11 @@ static PyObject *caller_leave(PyObject *object, PyObject *const *args, Py_ssize_
         Py_RETURN_FALSE;
     if (r->sent) {
         PyObject *future = r->future;
+        struct ring *requests = ring_if_usable(self->exchange.requests);
         r->future = NULL;
         r->deadline_ns = 0;
+        if (requests) /* while it lies in the queue, it becomes late. So the driver answers it and never runs it */
+            exchange_amend(requests, r->stamp_at, &EXCHANGE_REQUEST, WITHDRAWN);
         if (!r->settled && args[1] != Py_None) {
             Py_INCREF(args[1]);
             r->settled = args[1];

@@ -192,7 +192,7 @@ static void send_unsent(CallerObject *self)
         r->sent = true;
         r->began_ns = ring_now_ns();
         r->sleeps = self->sleeps;
-        flight_note_sent(self, r, r->began_ns);
+        flight_note_sent(self, r, length, r->began_ns);
         PyObject *sent = r->body;
         r->body = NULL;
         Py_DECREF(sent);

@@ -125,7 +125,7 @@ static PyObject *request(CallerObject *self, PyObject *body, PyObject *settled, 
     r->deadline_ns = deadline_ns;
     r->sleeps = self->sleeps;
     if (sends)
-        flight_note_sent(self, r, now_ns);
+        flight_note_sent(self, r, length, now_ns);
     if (alone) {
         PyObject *answer = answer_at_once(self, r);
         if (answer || PyErr_Occurred()) {

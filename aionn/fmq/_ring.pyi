@@ -215,7 +215,7 @@ class Caller:
             that stops waiting for the future calls `leave`. Or None if the request cannot be sent.
         """
     def leave(self, future: Future[Any], settled: Callable[[Any], object] | None, /) -> bool:
-        """Stop waiting for an answer. A request that has not been sent is dropped.
+        """Stop waiting for an answer. A request that has not been sent is dropped. One that the driver has not taken becomes late.
 
         Returns True if it is in flight. Then `settled` is called when it is settled, unless `send` got one.
         """

@@ -24,6 +24,7 @@
 struct request {
     struct request *next;
     uint64_t identity;
+    uint64_t stamp_at; /* where its stamp lies in the queue, if it is sent */
     int64_t began_ns, deadline_ns;               /* when it was sent; 0 if its caller has no deadline, or has gone */
     long long sleeps;                            /* how often the burst had slept until then */
     PyObject *body;                              /* until it is sent */
@@ -77,9 +78,10 @@ void flight_watch(CallerObject *self);
 PyObject *flight_event(PyObject *object, PyObject *none);
 PyObject *flight_look_again(PyObject *object, PyObject *none);
 
-/* Count a request that lies in the queue now. */
-static inline void flight_note_sent(const CallerObject *self, const struct request *r, int64_t now_ns)
+/* Count a request that lies in the queue now, with a body of that length. */
+static inline void flight_note_sent(const CallerObject *self, struct request *r, Py_ssize_t length, int64_t now_ns)
 {
+    r->stamp_at = self->exchange.requests->ring.write_at + (uint64_t)length;
     slot_sent(self->slot);
     if (slot_is_traced(self->slot, now_ns)) {
         const page_word *words = page_words(self->slot);

@@ -173,4 +173,16 @@ static inline enum ring_status exchange_write(struct ring *r, const uint8_t *bod
     return ring_commit_write(r, bytes);
 }
 
+/* Replace the second field of the stamp that this side has written at `at`, if the peer has not taken the packet. The peer may copy it
+ * at the same time and see half of the new field. So the caller gives a value that does no harm with either half of the old one. */
+static inline void exchange_amend(const struct ring *r, uint64_t at, const struct exchange_form *form, uint64_t second)
+{
+    struct ring_span span;
+    uint64_t read, written;
+    if (ring_counters(r, &read, &written) != RING_OK || read > at || written < at + EXCHANGE_ELEMENT)
+        return; /* its place may hold another packet now */
+    ring_place(r, at, EXCHANGE_ELEMENT, &span);
+    exchange_copy_in(&span, form->second_at, (const uint8_t *)&second, sizeof second);
+}
+
 #endif

@@ -11,7 +11,16 @@ import anyio
 import pytest
 
 from aionn.burst.controller import ExecutionBurstController
-from aionn.burst.packets import DATUM_BYTES, PacketError, PoolReference, ResultPacket, encode_request_body, encode_result
+from aionn.burst.packets import (
+    DATUM_BYTES,
+    PacketError,
+    PoolReference,
+    ResultPacket,
+    encode_request_body,
+    encode_result,
+    read_identity,
+    split_requests,
+)
 from aionn.errors import AionnError, CallerError, DeadlineError, DriverDiedError, ExecutionError
 from aionn.fmq import QueueClosedError
 from aionn.hal.types import ErrorStatus, Request, Result
@@ -75,6 +84,36 @@ async def test_a_cancelled_request_keeps_what_it_holds_until_the_driver_answers(
         while not call.settled:
             await anyio.lowlevel.checkpoint()
         assert (call.result, len(call.settled), controller.in_flight) == (None, 1, 0)
+
+
+@pytest.mark.parametrize("deadline_s", [None, 60.0])
+async def test_a_request_that_is_cancelled_in_the_queue_is_late_there_and_no_other_is(deadline_s: float | None) -> None:
+    """The queue has room for two requests, so the third one lies where the first one lay."""
+    length = (len(BODY) + DATUM_BYTES) // DATUM_BYTES
+    async with raw_driver(capacity=2 * length) as (controller, driver), anyio.create_task_group() as app:
+        deadline_ns = None if deadline_s is None else soon(deadline_s)
+        calls = [Call(controller, deadline_ns) for _ in range(4)]
+        for call in calls[:2]:
+            app.start_soon(call)
+        await anyio.wait_all_tasks_blocked()
+        taken = driver.requests.read(length)
+        app.start_soon(calls[2])
+        await anyio.wait_all_tasks_blocked()
+        calls[0].scope.cancel()  # the driver has it
+        calls[1].scope.cancel()
+        await anyio.wait_all_tasks_blocked()
+        assert [call.settled for call in calls[:3]] == [[], [], []]
+        packets = [taken or b"", *split_requests(driver.requests.read(2 * length) or b"")]
+        assert [packet[:-DATUM_BYTES] for packet in packets] == [BODY] * 3
+        identities, deadlines = zip(*map(read_identity, packets), strict=True)
+        assert deadlines == (deadline_ns, 1, deadline_ns)
+        for identity in identities:
+            driver.answer(identity)
+        app.start_soon(calls[3])
+        await driver.wait_for(1)
+        driver.answer()
+    assert [len(call.settled) for call in calls] == [1] * 4
+    assert [call.result is None for call in calls] == [True, True, False, False]
 
 
 async def test_a_caller_cancelled_at_any_iteration_of_the_loop_loses_nothing() -> None:

@@ -1,4 +1,4 @@
-"""An engine whose runs a test counts, and that fails, dies or waits in joined runs on demand. It doubles its input.
+"""An engine whose runs a test counts, and that fails, dies or waits in joined runs on demand. It doubles the input of a single addition.
 
 It writes the rows of each run into the file that AIONN_JOINED_RUNS names. What it does stands in AIONN_JOINED_ACT.
 
@@ -20,16 +20,19 @@ from numpy.typing import NDArray
 
 from aionn.hal import Artifact, CacheFiles, CompileOptions, Executable, ExecutionReport, Model, Needs
 
-NAME = "tests.joining.engine:Doubling"
+NAME, BETTER = "tests.joining.engine:Doubling", "tests.joining.engine:BetterDoubling"
 PROBE_RUNS = 16
 """Runs of `probing` are at most so many; orders begin afterwards."""
 SLOW = 500.0
 """A row with this value takes 0.2 s."""
+HELD = 600.0
+"""A row with this value takes as long as the test wants: until the file AIONN_JOINED_RUNS with the suffix .go is there."""
 
 
 class Doubled:
-    def __init__(self, outputs: Sequence[str]) -> None:
-        self._outputs = list(outputs)
+    def __init__(self, model: Model) -> None:
+        self._outputs = list(model.outputs)
+        self._factor = len(model.operations) + 1
         self._runs = self._joined = 0
 
     def run(self, inputs: Mapping[str, NDArray[Any]], outputs: Mapping[str, NDArray[Any]], timing: bool) -> ExecutionReport:
@@ -41,9 +44,12 @@ class Doubled:
                 file.write(" ".join(f"{row[0]:g}" for row in x) + "\n")
         if (x == SLOW).any():
             time.sleep(0.2)
+        elif (x == HELD).any():
+            while not os.path.exists(os.environ["AIONN_JOINED_RUNS"] + ".go"):
+                time.sleep(0.001)
         elif not probing:
             time.sleep(0.001)
-        y = 2 * x
+        y = self._factor * x
         act = os.environ.get("AIONN_JOINED_ACT")
         if len(x) > 1 and not probing:
             self._joined += 1
@@ -70,10 +76,16 @@ class Doubling:
         return [True] * len(model.operations)
 
     def compile(self, model: Model, options: CompileOptions) -> Doubled:
-        return Doubled(list(model.outputs))
+        return Doubled(model)
 
     def export(self, executable: Executable) -> Artifact | None:
         return None
 
     def load(self, artifact: Artifact, options: CompileOptions) -> Doubled:
         raise NotImplementedError
+
+
+class BetterDoubling(Doubling):
+    """Another device of the same kind, for a second stage."""
+
+    name = "better doubling"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import anyio
@@ -15,7 +17,7 @@ from onnx import TensorProto, helper
 
 import aionn
 from aionn.errors import DeadlineError, DriverDiedError
-from tests.joining.engine import NAME, SLOW
+from tests.joining.engine import HELD, NAME, SLOW
 
 pytestmark = pytest.mark.anyio
 
@@ -49,6 +51,12 @@ def row(value: float) -> NDArray[np.float32]:
 
 def runtime_of() -> aionn.Runtime:
     return aionn.Runtime(start=(), sandbox="off")  # the engine writes a file of the test's
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    with anyio.fail_after(60):
+        while not holds():  # noqa: ASYNC110 - a file has no event
+            await anyio.sleep(0.005)
 
 
 async def calls(compilation: aionn.Compilation, rounds: int, callers: int = CALLERS) -> None:
@@ -149,6 +157,47 @@ async def test_a_late_or_left_request_behind_a_long_run_ends_in_time_and_a_late_
         await calls(compilation, 3)
         assert ended[0] < 0.15
         assert not any(late in rows for rows in rows_run())
+
+
+@pytest.mark.parametrize("batch", [None, aionn.Batching()], ids=["alone", "joined"])
+@pytest.mark.parametrize("of", ["one burst", "a burst each"])
+@pytest.mark.every_combination
+async def test_a_call_that_is_cancelled_while_it_is_queued_never_runs(
+    rows_run: Callable[[], list[list[float]]], batch: aionn.Batching | None, of: str, tmp_path: Path
+) -> None:
+    """The rows are in no run of the engine, also if a call was cancelled by `Task.cancel`. The calls beside them are answered."""
+    left, stayed = [71.0, 72.0, 73.0], [81.0, 82.0]
+    async with runtime_of() as runtime, AsyncExitStack() as stack:
+        compilation = await runtime.compile(doubling(), devices=(NAME,), batch=batch)
+        shared = await stack.enter_async_context(compilation.burst(depth=8))
+        bursts = {
+            value: shared if of == "one burst" else await stack.enter_async_context(compilation.burst()) for value in (HELD, *left, *stayed)
+        }
+
+        async def call(value: float) -> None:
+            found = await bursts[value].compute({"x": row(value)})
+            np.testing.assert_array_equal(found["y"], 2 * row(value))
+
+        for value in (*stayed, *stayed):
+            await call(value)
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(call(HELD))
+            await until(lambda: [HELD] in rows_run())
+            before = len(rows_run())
+            leaving = [tasks.create_task(call(value)) for value in left]
+            for value in stayed:
+                tasks.create_task(call(value))
+            await anyio.wait_all_tasks_blocked()
+            for task in leaving:
+                task.cancel()
+            await asyncio.wait(leaving)
+            assert len(rows_run()) == before
+            (tmp_path / "runs.go").touch()
+        for value in stayed:
+            await call(value)
+        ran = [value for rows in rows_run() for value in rows]
+        assert not set(left).intersection(ran)
+        assert [ran.count(value) for value in stayed] == [4, 4]
 
 
 async def test_without_batching_nothing_is_joined(rows_run: Callable[[], list[list[float]]]) -> None:
