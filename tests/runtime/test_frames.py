@@ -25,6 +25,7 @@ from aionn.testing.models import identity_model
 from tests.leaks import leak_check
 
 
+@pytest.mark.anyio
 @pytest.mark.parametrize("layout", ["plain", "strided"])
 @pytest.mark.parametrize(
     "shapes", [[(1, 700)], [(1, 3)], [(1, 100), (1, 100)], [(1, 500), (1, 2)], [(1, 2), (1, 500)], [(1, 1)] * 5, [(1, 256)], [(1, 257)]]
