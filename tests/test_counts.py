@@ -28,7 +28,7 @@ MOST: dict[str, tuple[int, int, int]] = {
     "swap": (1_200, 70, 28_800),
 }
 # 370 of them are the template of drivers, 753 bursts for threads without a loop and further clients, 940 the joining of requests
-MOST_CODE_LINES = 40_712
+MOST_CODE_LINES = 40_713
 MOST_FILES = 286
 MOST_LINES_OF_C = 5_507
 MOST_NAMES_DEFINED_TWICE = 0

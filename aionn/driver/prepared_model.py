@@ -107,6 +107,7 @@ class EnginePreparedModel:
                 from aionn.driver.joining.joined_runs import Joining  # most models join nothing
 
                 rows = (shared and shared.rows) or RowAxes("the device has not looked at its rows; remove the entry from the cache")
+                rows = rows if LANES else RowAxes("this driver serves bursts without lanes (AIONN_LANES=0), and only lanes join requests")
                 words = None if device.page is None else device.page.words_of(self._slots[0])
                 self.joining = Joining(options.batching, rows, device.name, words)
             lanes = [Lane(*each) for each in zip(executables, self._slots, strict=True)]

@@ -209,6 +209,20 @@ async def test_without_batching_nothing_is_joined(rows_run: Callable[[], list[li
         assert compilation.statistics()["runs"] == 0
 
 
+async def test_without_lanes_the_device_says_that_it_joins_nothing(
+    rows_run: Callable[[], list[list[float]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AIONN_LANES", "0")
+    async with runtime_of() as runtime:
+        compilation = await runtime.compile(doubling(), devices=(NAME,), batch=aionn.Batching())
+        await calls(compilation, 5)
+        found = compilation.batching
+        assert found is not None
+        assert (found.allowed, found.axes, found.most_rows) == (False, {}, 1)
+        assert "AIONN_LANES=0" in found.reason
+        assert {len(rows) for rows in rows_run()} == {1}
+
+
 async def test_a_wrong_argument_says_what_is_right() -> None:
     async with runtime_of() as runtime:
         with pytest.raises(aionn.CallerError, match=r"batch of type int; give an aionn\.Batching, or None"):
