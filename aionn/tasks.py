@@ -1,8 +1,9 @@
 """Tasks, threads and their ends: owned task groups, plain exceptions, bounded shields, one-shot answers, and the child of a fork.
 
 A caller who enters one of aionn's `async with` blocks has started no task and must be able to write `except DriverDiedError`.
-So `ungrouped` undoes anyio's wrapping. `OwnedTasks` is a task group that any task of the loop may open and close. A callback sets
-an `Answer`, and one task awaits it. Blocking work runs in threads: `run_in_thread` waits for its thread, and `ThreadWork` leaves it.
+So `ungrouped` undoes anyio's wrapping, and `each` raises the first error of several acts. `OwnedTasks` is a task group that any task of
+the loop may open and close. A callback sets an `Answer`, and one task awaits it. Blocking work runs in threads: `run_in_thread` waits
+for its thread, and `ThreadWork` leaves it.
 `leave_in_child` and `is_ours` keep a child of `os.fork` away from what its parent owns.
 
 `Runtime.open` imports this module before it starts a driver, so anyio is imported where it is used.
@@ -18,7 +19,7 @@ import os
 import select
 import time
 import weakref
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, Protocol, TypeVar, overload
@@ -106,6 +107,30 @@ def ungrouped() -> Iterator[None]:
             raise only
         finally:
             only.__context__ = context  # the traceback must not mention a group that the caller must not see
+
+
+async def each(acts: Iterable[Callable[[], Awaitable[object]]], at_once: int = 8) -> None:
+    """Run coroutine functions, several at once. The first error cancels the others and is raised alone."""
+    import anyio
+
+    found = list(acts)
+    waiting = iter(found)
+    errors: list[Exception] = []
+
+    async def in_turn() -> None:
+        try:
+            for act in waiting:
+                await act()
+        except Exception as error:  # one cause, such as the death of a driver, fails many acts, and a caller wants one error
+            errors.append(error)
+            tasks.cancel_scope.cancel()
+
+    with ungrouped():
+        async with anyio.create_task_group() as tasks:
+            for _ in found[:at_once]:
+                tasks.start_soon(in_turn)
+    if errors:
+        raise errors[0]
 
 
 @contextmanager

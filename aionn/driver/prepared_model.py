@@ -136,6 +136,11 @@ class EnginePreparedModel:
         return self._bound.id
 
     @property
+    def instances(self) -> int:
+        """How many executions may run beside each other."""
+        return len(self._slots)
+
+    @property
     def info(self) -> ModelInfo:
         """The operands that device buffers may stand for. An output whose declared shape has proven wrong may have any shape."""
         disproved = self._bound.disproved

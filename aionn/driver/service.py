@@ -313,8 +313,8 @@ class DeviceService:
         runs_on = getattr(prepared, "runs_on", "")
         tunes = getattr(getattr(prepared, "tuning", None), "possible", False)
         rows = getattr(getattr(prepared, "joining", None), "axes", None)
-        shown = getattr(prepared, "number", 0)
-        return Prepared(self._last_number, *operands, prepared.save_outcome, contents, runs_on, tunes, rows, shown)
+        shown, instances = getattr(prepared, "number", 0), getattr(prepared, "instances", 1)
+        return Prepared(self._last_number, *operands, prepared.save_outcome, contents, runs_on, tunes, rows, shown, instances)
 
     async def _execute(self, body: Execute, received: Received) -> Result:
         prepared = self._made.model(body.prepared)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import enum
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import NamedTuple
@@ -30,6 +30,7 @@ from aionn.fleet.folders import BadContentsError, Found
 from aionn.fleet.places import STATEMENTS, StatementPlace, file_path, fingerprint, seen_path, statement_place
 from aionn.fleet.requests import OpenedStore, Requests, StoreError
 from aionn.hal.trust import Keyring
+from aionn.tasks import each
 
 
 def place_of(statement: Statement) -> StatementPlace:
@@ -67,7 +68,6 @@ def trusted_files(keyring: Keyring) -> FilesOf:
 
 
 MAX_STATEMENT_BYTES = 64 * 1024
-_AT_ONCE = 8
 _FRESH_S = 3600.0  # far below the grace of a sweep: a file this young stays until the statement is written
 _REFRESHED_S = 7 * 86400.0  # an older statement is written anew with its files, so that a sweep counts them as young
 _NOTED_S = 86400.0  # a note below `seen/` is written anew after a day
@@ -88,26 +88,6 @@ class Pushed(enum.Enum):
     ADDED = "added"
     PRESENT = "present"
     REPAIRED = "repaired"
-
-
-async def each(acts: Iterable[Callable[[], Awaitable[object]]], at_once: int = _AT_ONCE) -> None:
-    """Run coroutine functions, several at once. The first error cancels the others and is raised."""
-    limit = anyio.Semaphore(at_once)
-    errors: list[Exception] = []
-
-    async def limited(act: Callable[[], Awaitable[object]]) -> None:
-        async with limit:
-            try:
-                await act()
-            except Exception as error:  # a store that is down fails every request, and a caller wants one error
-                errors.append(error)
-                tasks.cancel_scope.cancel()
-
-    async with anyio.create_task_group() as tasks:
-        for act in acts:
-            tasks.start_soon(limited, act)
-    if errors:
-        raise errors[0]
 
 
 class _Statement(NamedTuple):

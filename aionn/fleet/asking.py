@@ -19,12 +19,12 @@ from aionn.caching.manifest import StoredFile
 from aionn.caching.offers import ArtifactRequest, Offered
 from aionn.caching.outcomes import MissReason, Refusal, refusal_of_os_error
 from aionn.caching.statement import Statement
-from aionn.fleet.artifact_store import ArtifactStore, each, statement_at
+from aionn.fleet.artifact_store import ArtifactStore, statement_at
 from aionn.fleet.folders import open_below
 from aionn.fleet.places import StatementPlace, file_path, fingerprint
 from aionn.fleet.requests import StoreError, open_address
 from aionn.hal.trust import Keyring
-from aionn.tasks import run_in_thread
+from aionn.tasks import each, run_in_thread
 
 PATIENCE_S = 2.0
 _log = logging.getLogger("aionn.fleet")

@@ -27,10 +27,11 @@ import anyio
 
 from aionn.caching.manifest import StoredFile
 from aionn.caching.outcomes import MissReason, Refusal
-from aionn.fleet.artifact_store import ArtifactStore, FilesOf, each
+from aionn.fleet.artifact_store import ArtifactStore, FilesOf
 from aionn.fleet.folders import BadContentsError, Found
 from aionn.fleet.models import check_model
 from aionn.fleet.places import FILES, MODELS, SEEN, STATEMENTS, StatementPlace, digest_in, file_path, seen_path
+from aionn.tasks import each
 
 KEEP_S = 30 * 86400.0
 GRACE_S = 86400.0  # longer than any push takes, and than clocks of builders and store differ

@@ -116,6 +116,7 @@ class Prepared(ControlMessage, frozen=True):
         tunes: whether the model may offer a better artifact while it runs.
         rows: whether the device joins requests, and along which axes. None if that was not asked for.
         shown: the number by which the driver's page shows the model, or 0.
+        instances: how many executions may run beside each other.
     """
 
     prepared: int
@@ -127,6 +128,7 @@ class Prepared(ControlMessage, frozen=True):
     tunes: bool = False
     rows: RowAxes | None = None
     shown: int = 0
+    instances: int = 1
 
 
 class Values(ControlMessage, frozen=True):

@@ -39,7 +39,7 @@ from aionn.sandbox.report import Confinement
 
 A = TypeVar("A")
 
-PROTOCOL = 11
+PROTOCOL = 12
 """Grows with every change of a message. Two ends with different numbers refuse each other at once."""
 
 STACKS_SIGNAL = int(signal.SIGRTMIN) + 7

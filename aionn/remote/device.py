@@ -328,6 +328,7 @@ class RemotePreparedModel:
         self.tunes = prepared.tunes
         self.rows = None if prepared.rows is None else replace(prepared.rows, reason=escaped(prepared.rows.reason))
         self._shown = prepared.shown
+        self.instances = prepared.instances
         self._closed = False
 
     def joined_runs(self) -> JoinedRuns | None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any, TypeVar
 
 import anyio
@@ -22,6 +24,7 @@ from numpy.typing import NDArray
 
 import aionn
 from aionn.runtime.processes.devices import Devices
+from aionn.runtime.streaming.blocking import BlockingConnection
 from aionn.testing import FakeDevice, identity_model
 from tests.journeys.silero import Directly, assert_same, still, windows
 from tests.leaks import driver_pids, ended, leak_check
@@ -467,6 +470,51 @@ def test_ctrl_c_ends_a_call_of_the_main_thread_and_the_burst_stays_usable(fake: 
         fake.behave()
         right(burst, 3)
         assert burst.statistics()["pinned_frames"] == 0
+
+
+def test_a_signal_after_any_call_of_a_step_leaves_the_burst_usable(fake: FakeDevice) -> None:
+    """Python runs a handler when a call is over. So a signal is raised after the first call of `run`, then after the second, and so on."""
+    inside = {act.__code__ for act in (BlockingConnection.run, BlockingConnection._do_left, BlockingConnection._end_all)}
+
+    def interrupted(after: int, act: Callable[[], object]) -> bool:
+        calls = 0
+
+        def profile(frame: FrameType, event: str, _: object) -> None:
+            nonlocal calls
+            caller = frame if event == "c_return" else frame.f_back if event == "return" else None
+            calls += caller is not None and caller.f_code in inside
+            if calls == after:
+                calls += 1
+                signal.raise_signal(signal.SIGINT)
+
+        sys.setprofile(profile)
+        try:
+            act()
+        except KeyboardInterrupt:
+            return True
+        finally:
+            sys.setprofile(None)
+        return False
+
+    with in_the_main_thread(fake) as (_, compilation):
+        with compilation.blocking() as burst:
+            right(burst, 0)
+            after = 1
+            while interrupted(after, lambda: burst.compute(of(9))):
+                right(burst, after)
+                after += 1
+            assert after > 3
+        after = 1
+        while True:
+            burst = compilation.blocking().__enter__()
+            right(burst, after)
+            if not interrupted(after, burst.close):
+                break
+            with pytest.raises(aionn.CallerError, match="not open"):
+                burst.compute(of(1))
+            assert not burst._connection._finalizer.alive  # it was closed to the end
+            after += 1
+        assert after > 2
 
 
 def test_a_handler_of_a_signal_runs_while_a_call_waits_and_may_close_the_burst(fake: FakeDevice) -> None:

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import anyio
+import anyio.lowlevel
 import pytest
 
 import aionn
@@ -96,6 +97,53 @@ async def test_one_member_that_cannot_follow_releases_those_of_the_others(fails:
     assert "burst release_new" in log
     assert ("memory release_new" in log) == (fails == "check")
     assert not any("commit" in entry or "release_old" in entry for entry in log)
+
+
+class Slow(Recorded):
+    """A burst whose driver answers after other tasks have had turns."""
+
+    preparing = most = 0
+
+    async def prepare(self, better: Serving) -> Recorded:
+        Slow.preparing += 1
+        Slow.most = max(Slow.most, Slow.preparing)
+        try:
+            for _ in range(3):
+                await anyio.lowlevel.checkpoint()
+            return await super().prepare(better)
+        finally:
+            Slow.preparing -= 1
+
+
+async def test_many_bursts_connect_side_by_side_within_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Slow, "most", 0)
+    log: list[str] = []
+    async with anyio.create_task_group() as tasks:
+        compiled = CompiledModel(tasks)
+        compiled.serving, better = serving(compiled, "quick"), serving(compiled, "best")
+        bursts = [Slow(log, f"burst {number}") for number in range(64)]
+        compiled.members.update(bursts)
+        await compiled.swap(better)
+    assert compiled.serving is better
+    assert (Slow.most, Slow.preparing) == (8, 0)
+    assert sorted(entry for entry in log if entry.endswith("commit")) == sorted(f"burst {number} commit" for number in range(64))
+
+
+async def test_bursts_that_fail_together_are_one_error_and_nothing_is_left() -> None:
+    """The death of a driver ends what each burst asks of it, all in one turn of the loop."""
+    log: list[str] = []
+    async with anyio.create_task_group() as tasks:
+        compiled = CompiledModel(tasks)
+        compiled.serving = old = serving(compiled, "quick")
+        bursts = [Slow(log, f"burst {number}", fails="prepare" if number % 2 else "") for number in range(64)]
+        compiled.members.update(bursts)
+        with pytest.raises(NotNowError, match="was used"):
+            await compiled.swap(serving(compiled, "best"))
+        assert compiled.serving is old
+        assert Slow.preparing == 0
+    prepared = {entry.removesuffix(" prepare") for entry in log if entry.endswith("prepare")}
+    failed = {burst.name for burst in bursts if burst.fails}
+    assert sorted(entry for entry in log if not entry.endswith("prepare")) == sorted(f"{name} release_new" for name in prepared - failed)
 
 
 async def test_a_member_that_comes_during_the_swap_ends_it() -> None:

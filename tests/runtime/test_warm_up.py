@@ -11,6 +11,8 @@ import pytest
 from onnx import TensorProto, helper
 
 import aionn
+from aionn.engines.onnxruntime import MOST_OWN_INSTANCES
+from aionn.engines.processor import usable_cpus
 from aionn.pages.app_layout import Kind, SlotView
 from aionn.pages.finding import find_page
 from aionn.testing import FakeDevice, identity_model
@@ -126,6 +128,15 @@ async def test_every_instance_is_warmed(fake: FakeDevice, model: aionn.Model) ->
         assert finished(runtime, fake.name) - before == 6
 
 
+async def test_every_instance_that_the_engine_chose_is_warmed() -> None:
+    async with aionn.Runtime() as runtime:
+        compilation = await runtime.compile(aionn.Model.from_onnx(identity_model()), devices=("onnxruntime",))
+        assert compilation.instances is None
+        before = finished(runtime, "onnxruntime")
+        await compilation.warm_up(runs=3)
+        assert finished(runtime, "onnxruntime") - before == 3 * min(usable_cpus(), MOST_OWN_INSTANCES)
+
+
 @pytest.mark.parametrize("instances", [1, 3])
 async def test_a_driver_that_dies_while_it_warms_up_is_an_error_and_replaced(instances: int, fake: FakeDevice, model: aionn.Model) -> None:
     async with aionn.Runtime() as runtime:
@@ -183,5 +194,6 @@ async def test_a_plan_over_two_devices_warms_up() -> None:
         assert len(compilation.plan) == 2
         before = [finished(runtime, device) for device in devices]
         await compilation.warm_up()
-        assert [finished(runtime, device) for device in devices] == [count + 2 for count in before]
+        runs = 2 * min(usable_cpus(), MOST_OWN_INSTANCES)  # the instances of the step that has the most
+        assert [finished(runtime, device) for device in devices] == [count + runs for count in before]
         assert executed() == []

@@ -8,66 +8,46 @@ Inputs that are made up are random numbers, always the same, with 1 for open dim
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-import anyio
 import numpy as np
 from numpy.typing import NDArray
 
-from aionn.errors import AionnError, CallerError, ExecutionError
+from aionn.errors import CallerError, ExecutionError
 from aionn.hal.model import PooledModel
 from aionn.hal.options import CallOptions
-from aionn.hal.types import Operand
+from aionn.hal.types import MAX_INSTANCES, Operand
 from aionn.runtime.executing.arguments import Arguments, check_mapping
 from aionn.runtime.executing.control import control_route, execution_of
 from aionn.runtime.executing.execution import Call, Executor
 from aionn.runtime.executing.frames import Frames
 from aionn.runtime.preparing.kept_model import KeptModel
-from aionn.tasks import checked_count, ungrouped
+from aionn.tasks import checked_count, each
 
 _WAY_OUT = "give inputs that the model takes with compilation.warm_up(inputs=...)"
 
 
 async def warm_up(kept_model: KeptModel, arguments: Arguments, runs: int, inputs: Mapping[str, Any] | None = None) -> None:
-    """Run the model `runs` times on each instance that was asked for. See `Compilation.warm_up`."""
+    """Run the model `runs` times on each instance. See `Compilation.warm_up`."""
     runs = checked_count("warm_up: runs", runs, 1)
     kept_model.check_usable()
     if inputs is not None:
         check_mapping(inputs)
-    instances = kept_model.request.options.instances or 1
+    # The shapes of a model with mode "jit", and the engine's own number of instances, may be known from then on only.
+    instances = min((await kept_model.live()).prepared.instances, MAX_INSTANCES)  # a driver may send any number
     executor = Executor(arguments, Frames(instances), None)
     try:
-        await kept_model.live()  # the shapes of a model with mode "jit" may be known from then on only
         given = made_up_inputs(kept_model.model, _WAY_OUT) if inputs is None else inputs
         for _ in range(runs):
-            await _side_by_side(instances, partial(_run, kept_model, executor, given))
+            await each([partial(_run, kept_model, executor, given)] * instances, instances)
     except ExecutionError as error:
         if inputs is not None:
             raise
         raise CallerError(f"the model does not run on made-up inputs ({error}); {_WAY_OUT}") from error
     finally:
         executor.frames.close()
-
-
-async def _side_by_side(instances: int, run: Callable[[], Awaitable[None]]) -> None:
-    """Run the model on all instances at once. Raise only the first error, because one death of a driver ends all these runs."""
-    errors: list[AionnError] = []
-
-    async def one() -> None:
-        try:
-            await run()
-        except AionnError as error:
-            errors.append(error)
-            tasks.cancel_scope.cancel()
-
-    with ungrouped():
-        async with anyio.create_task_group() as tasks:
-            for _ in range(instances):
-                tasks.start_soon(one)
-    if errors:
-        raise errors[0]
 
 
 async def _run(kept_model: KeptModel, executor: Executor, given: Mapping[str, Any]) -> None:

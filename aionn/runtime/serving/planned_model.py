@@ -72,6 +72,7 @@ class PlannedModel:
         steps: in the order in which they run.
         inputs, outputs: the operands of the whole model.
         device: the devices of the steps, as one.
+        instances: the most that a step has.
         tunes: as `RemotePreparedModel.tunes`. A plan's steps are not asked for better artifacts.
         rows, was_joining: as those of `RemotePreparedModel`. A plan joins no requests.
     """
@@ -92,6 +93,7 @@ class PlannedModel:
         self.inputs = model.inputs
         self.outputs = model.outputs
         self.device = PlannedDevice(self.steps)
+        self.instances = max(step.prepared.instances for step in self.steps)
         self._wiring = Wiring(model.inputs, model.outputs, self.steps)
         self._layouts = BoundaryLayouts(self._wiring)
 

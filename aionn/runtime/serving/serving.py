@@ -44,7 +44,7 @@ from aionn import trace
 from aionn.errors import AionnError, CallerError, DeadlineError, again
 from aionn.hal.model import PooledModel
 from aionn.hal.types import Result
-from aionn.tasks import Tasks, seconds_until
+from aionn.tasks import Tasks, each, seconds_until
 
 if TYPE_CHECKING:
     from aionn.runtime.serving.planned_model import Prepared
@@ -569,9 +569,10 @@ class CompiledModel:
         return old
 
     async def _prepare(self, better: Serving, changes: dict[Member, Change | None], *, in_gap: bool) -> None:
-        for member in list(self.members):
-            if member not in changes and member.needs_gap is in_gap:
-                changes[member] = await member.prepare(better)
+        async def prepare(member: Member) -> None:
+            changes[member] = await member.prepare(better)
+
+        await each(partial(prepare, member) for member in list(self.members) if member not in changes and member.needs_gap is in_gap)
 
 
 @contextmanager

@@ -234,11 +234,12 @@ class BlockingConnection(BurstConnection):
             raise
         except BaseException:
             # A signal's handler may raise between any two steps. So it is not known which frames the driver may still write into.
-            if self._inside.get(0) is here:
+            if 0 in self._inside and self._inside[0] is here:
                 self._left.append(self._disconnect)
             raise
         finally:
-            if self._inside.get(0) is here:
+            # Python runs the handlers of signals when a call is over. No call stands before `del`, so the mark always goes.
+            if 0 in self._inside and self._inside[0] is here:
                 del self._inside[0]
                 if self._left:
                     self._do_left()
@@ -256,9 +257,10 @@ class BlockingConnection(BurstConnection):
                 if self._inside.setdefault(0, here) is not here:
                     return  # that thread looks here when it leaves
                 while self._left:
-                    self._left.popleft()()
+                    self._left[0]()
+                    self._left.popleft()  # an act that a signal interrupts is repeated by the next thread that leaves
             finally:
-                if self._inside.get(0) is here:
+                if 0 in self._inside and self._inside[0] is here:  # as in `run`
                     del self._inside[0]
 
     # --- opening and closing -------------------------------------------------------------------------------------------
@@ -297,12 +299,13 @@ class BlockingConnection(BurstConnection):
         self._disconnect()
 
     def _end_all(self) -> None:
-        if self._finalizer.detach() is not None:
+        if self._finalizer.alive:
             self._end_call()
             self.executor.frames.close()
             self._waits.close()
             self.session.page.release(self.executor.counts)
             call_soon_from_anywhere(self.session.loop, self._compiled.members.discard, self)
+            self._finalizer.detach()  # last, so that it frees what a signal has left
 
     def _disconnect(self) -> None:
         """Give up the link and the connections to drivers. The driver frees its part."""
