@@ -333,23 +333,15 @@ async def test_libraries_beside_the_engine_get_the_runtime_s_threads_too(monkeyp
         assert {environment[name] for name in (b"OPENBLAS_NUM_THREADS", b"OMP_NUM_THREADS", b"RAYON_NUM_THREADS")} == {b"1"}
 
 
-@pytest.mark.parametrize(
-    ("own", "expected"),
-    [
-        (None, [b"glibc.malloc.hugetlb=1"]),
-        ("glibc.malloc.perturb=0", [b"glibc.malloc.perturb=0", b"glibc.malloc.hugetlb=1"]),
-        ("glibc.malloc.hugetlb=0", [b"glibc.malloc.hugetlb=0"]),
-    ],
-)
-async def test_a_driver_asks_for_huge_pages_unless_the_app_says_otherwise(
-    own: str | None, expected: list[bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("own", [None, "glibc.malloc.hugetlb=1"])
+async def test_a_driver_asks_for_huge_pages_only_if_the_app_says_so(own: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fresh huge pages of a virtual machine that returns free memory to its host take twice the time of usual ones."""
     monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
     if own is not None:
         monkeypatch.setenv("GLIBC_TUNABLES", own)
     async with leak_check(), aionn.Runtime() as runtime:
         await runtime.compile(MODEL, devices=("reference",))
         (device,) = (device for device in runtime.devices if device.pid)
-        # The C library may have put a zero between two settings while it read them.
+        # The C library may have put a zero between name and value while it read them.
         found = re.split(rb"[\0:=]", raw_environment_of(device.pid).partition(b"GLIBC_TUNABLES=")[2])
-        assert found[: 2 * len(expected)] == [part for setting in expected for part in setting.split(b"=")]
+        assert found[:2] == ([b""] if own is None else [b"glibc.malloc.hugetlb", b"1"])

@@ -58,7 +58,7 @@ def governor(root: Path = ROOT) -> Row:
 
 
 def huge_pages(root: Path = ROOT) -> Row:
-    """Check that large weights may lie in huge pages, which halves the time to lay them out."""
+    """Check that a driver's copies of large weights may lie in huge pages, as NumPy asks."""
     modes = text_of(root / "sys/kernel/mm/transparent_hugepage/enabled")
     chosen = re.search(r"\[(\w+)\]", modes)
     if chosen is None:

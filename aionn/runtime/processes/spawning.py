@@ -255,10 +255,6 @@ def _as_argument(needs: Needs | None) -> str:
     return msgspec.json.encode(needs).decode()
 
 
-_HUGE_PAGES = "glibc.malloc.hugetlb=1"
-"""Makes the C library ask for huge pages for large blocks. Engines lay weights out in such blocks, and fresh small pages take them half of
-that time: 390 instead of 510 ms for 500 MB (ONNX Runtime 1.31). Other C libraries ignore it."""
-
 _LOCALE = "LANG LANGUAGE LC_ALL LC_COLLATE LC_CTYPE LC_MESSAGES LC_MONETARY LC_NUMERIC LC_TIME LOCALE_ARCHIVE LOCPATH TZ TZDIR"
 _SYSTEM = "GLIBC_TUNABLES LD_BIND_NOW LD_DEBUG LD_LIBRARY_PATH LD_PRELOAD NIX_LD NIX_LD_LIBRARY_PATH PATH"
 _PYTHON = """
@@ -340,9 +336,6 @@ def driver_environment(sandbox: str, threads: int, more: Mapping[str, str]) -> d
     if threads:
         environment.update(dict.fromkeys(POOL_SIZES, str(threads)))
     environment.update(more)
-    tunables = [tunable for tunable in environment.get("GLIBC_TUNABLES", "").split(":") if tunable]
-    if not any(tunable.startswith("glibc.malloc.hugetlb=") for tunable in tunables):
-        environment["GLIBC_TUNABLES"] = ":".join([*tunables, _HUGE_PAGES])
     # Buffered prints of an engine would be lost when its driver is killed.
     return {**environment, "PYTHONUNBUFFERED": "1", APP_PID: str(os.getpid())}
 
