@@ -25,12 +25,12 @@ MOST: dict[str, tuple[int, int, int]] = {
     "compute, hot": (12, 5, 385),  # 376 or 385 in different runs of the same code
     "burst, open": (152, 26, 4_850),
     "burst.compute, usual": (6, 3, 253),
-    "swap": (1_200, 70, 28_800),
+    "swap": (1_350, 73, 33_900),  # quiet: 1,136, 68, 28,238; under load the loop turns more often
 }
 # 370 of them are the template of drivers, 753 bursts for threads without a loop and further clients, 940 the joining of requests
 MOST_CODE_LINES = 40_713
 MOST_FILES = 286
-MOST_LINES_OF_C = 5_507
+MOST_LINES_OF_C = 5_513
 MOST_NAMES_DEFINED_TWICE = 0
 MOST_VERBS_FOR_AN_END = 6
 

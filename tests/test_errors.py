@@ -25,6 +25,7 @@ SAMPLES: dict[str, Callable[[], BaseException]] = {
     "CompilationError": lambda: errors.CompilationError(TEXT, node="Conv_3", reason="no kernel"),
     "UnsupportedOperationError": lambda: _kind("UnsupportedOperationError")(TEXT, node="Conv_3", reason="no kernel"),
     "ExecutionError": lambda: errors.ExecutionError(TEXT, status=ErrorStatus.INVALID_ARGUMENT),
+    "ModelGoneError": lambda: _kind("ModelGoneError")(TEXT, status=ErrorStatus.DEVICE_UNAVAILABLE),
     "OutputInsufficientSizeError": lambda: errors.OutputInsufficientSizeError(
         TEXT, status=ErrorStatus.OUTPUT_INSUFFICIENT_SIZE, shapes={"y": (2, 3)}
     ),

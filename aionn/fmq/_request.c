@@ -5,18 +5,15 @@
 
 #include "caller_object.h"
 
-/* Whether a call looks in a thread without a loop. More than one would take the CPUs from the drivers that they wait for. */
-static _Atomic bool one_looks;
-
 /* Look for a packet, as long as the policy says. Return whether the queues can still be used. */
 static bool looked(CallerObject *self, const struct request *r)
 {
     if (!self->alone)
         return exchange_look(&self->exchange, self->exchange.results, r->began_ns, self->inline_ns) && !self->over;
-    if (!spin_budget_ns(&self->spin) || atomic_exchange(&one_looks, true))
+    if (!spin_budget_ns(&self->spin) || !ring_begin_look_alone())
         return true;
     bool usable = exchange_look(&self->exchange, self->exchange.results, r->began_ns, self->inline_ns);
-    one_looks = false;
+    ring_end_look_alone();
     return usable && !self->over;
 }
 

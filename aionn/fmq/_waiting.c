@@ -5,6 +5,13 @@
 
 #include "ring_object.h"
 
+/* Whether a call looks in a thread without a loop. More than one would take the CPUs from the drivers that they wait for. */
+static _Atomic bool one_looks;
+
+bool ring_begin_look_alone(void) { return !atomic_exchange(&one_looks, true); }
+
+void ring_end_look_alone(void) { one_looks = false; }
+
 /* arm_*(count=1, mask=0) */
 static PyObject *arm(PyObject *object, PyObject *const *args, Py_ssize_t given, bool reads)
 {

@@ -49,6 +49,8 @@ struct ring *ring_usable(RingObject *self); /* as ring_if_usable, but NULL sets 
 struct ring *ring_usable_for(RingObject *self, PyObject *count, uint64_t *bytes);
 bool ring_to_mask(RingObject *self, PyObject *number, uint32_t *mask);
 PyObject *ring_refuse(RingObject *self, enum refusal code); /* sets an exception and returns NULL */
+bool ring_begin_look_alone(void); /* false: another thread without a loop looks already */
+void ring_end_look_alone(void);
 void ring_leave(RingObject *self);                          /* ends what `users++` began, with the GIL */
 int ring_init(PyObject *self, PyObject *args, PyObject *kwargs);
 void ring_dealloc(PyObject *self);

@@ -85,6 +85,7 @@ async def empty() -> AsyncIterator[World]:
 
 WORLDS: dict[str, Callable[[], Any]] = {
     "Batching": small,
+    "BlockingBurst": small,
     "Burst": small,
     "Compilation": small,
     "DeviceMemory": recurrent,

@@ -80,4 +80,4 @@ def test_the_native_code_takes_the_steps_of_the_model_in_their_order() -> None:
     assert in_order(body_of("choose", "_lane.c"), "lanes_collect", "lanes_enqueue(lanes, last)", "lanes_dequeue", "lanes_wake_one")
     assert in_order(body_of("share", "_lane.c"), "arm(listener)", "lanes_enqueue", "lanes_wake_one")
     assert in_order(body_of("lanes_lend", "_lanes.c"), "EPOLL_CTL_ADD", "lanes_enqueue", "lanes_wake_one")
-    assert in_order(body_of("finish", "_lane.c"), "running--", "write_held", "lanes_call_once(&listener->idle)")
+    assert in_order(body_of("answer_one", "_lane.c"), "running--", "write_held", "lanes_call_once(&listener->idle)")

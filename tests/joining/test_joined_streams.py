@@ -13,6 +13,7 @@ import anyio
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from onnx import TensorProto, helper
 
 import aionn
 from aionn.errors import DeadlineError, ExecutionError
@@ -274,3 +275,34 @@ async def test_a_driver_that_is_killed_in_joined_runs_ends_each_call_and_the_nex
         np.testing.assert_array_equal(found["output"], Alone().run(window(0, 0), still())[0])
         assert compilation.batching is not None
         assert compilation.batching.allowed
+
+
+async def test_requests_whose_rows_lie_in_device_memory_count_all_their_rows() -> None:
+    """Nothing but the buffers shows how many rows these requests have, and the engine makes the output itself."""
+    weights = helper.make_tensor("w", TensorProto.FLOAT, [16, 16], np.random.default_rng(1).normal(size=256).astype(np.float32))
+    x = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["rows", 16])
+    y = helper.make_tensor_value_info("y", TensorProto.FLOAT, ["some", "others"])
+    nodes = [helper.make_node("MatMul", ["x", "w"], ["product"]), helper.make_node("Tanh", ["product"], ["y"])]
+    graph = helper.make_graph(nodes, "rows in buffers", [x], [y], [weights])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8).SerializeToString()
+    batch = aionn.Batching(max_rows=8, max_wait_us=500)
+    async with aionn.Runtime(start=()) as runtime:
+        compilation = await runtime.compile(aionn.Model.from_onnx(model), devices=("onnxruntime",), threads=1, batch=batch)
+
+        async def stream(index: int) -> None:
+            given = np.random.default_rng(index).normal(size=(3, 16)).astype(np.float32)
+            expected = (await compilation.compute({"x": given}))["y"]
+            buffer = await compilation.allocate(inputs=("x",), shape=(3, 16))
+            await buffer.copy_from(given)
+            async with compilation.burst() as burst:
+                for _ in range(200):
+                    np.testing.assert_allclose((await burst.compute({"x": buffer}))["y"], expected, rtol=1e-4, atol=1e-5)
+
+        async with anyio.create_task_group() as tasks:
+            for index in range(6):
+                tasks.start_soon(stream, index)
+        assert max(compilation.statistics()["by_rows"]) > 2  # some shared a run: 6 rows stand with 4 to 7
+        found = compilation.batching
+        assert found is not None
+        assert found.allowed, found.reason
+        assert max(compilation.statistics()["by_rows"]) < 8

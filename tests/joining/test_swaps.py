@@ -13,6 +13,7 @@ import pytest
 from onnx import TensorProto, helper
 
 import aionn
+from aionn.runtime.compilation import BatchingState
 from tests.joining.engine import BETTER, NAME
 
 pytestmark = pytest.mark.anyio
@@ -125,3 +126,25 @@ async def test_a_change_of_stages_under_joined_load_loses_doubles_and_reorders_n
         assert streams.factors == [[2]] * BURSTS
         assert streams.stages == [[NAME, BETTER]] * BURSTS
         assert sum(streams.answered) >= BURSTS * frames
+
+
+def found_in(compilation: aionn.Compilation) -> BatchingState:
+    found = compilation.batching
+    assert found is not None
+    return found
+
+
+async def test_a_swap_keeps_what_the_device_has_found_about_rows_also_in_the_cache(tmp_path: Path) -> None:
+    cached: dict[str, Any] = {"devices": ("onnxruntime",), "batch": aionn.Batching(max_rows=8), "cache_dir": tmp_path / "cache"}
+    async with aionn.Runtime(start=(), state_dir=tmp_path / "state") as runtime:
+        compilation = await runtime.compile(times(2), **cached)
+        assert found_in(compilation).allowed, found_in(compilation).reason
+        await runtime.swap(compilation, times(3))
+        assert found_in(compilation).allowed, found_in(compilation).reason
+        uncached = await runtime.compile(times(4), devices=("onnxruntime",), batch=aionn.Batching(max_rows=8))
+        await runtime.swap(uncached, times(5))
+        assert found_in(uncached).allowed, found_in(uncached).reason
+    async with aionn.Runtime(start=(), state_dir=tmp_path / "state") as runtime:
+        again = await runtime.compile(times(3), **cached)
+        assert again.outcomes[0].kind is aionn.CacheOutcomeKind.HIT
+        assert found_in(again).allowed, found_in(again).reason

@@ -23,6 +23,8 @@ from tests.runtime.damaging_engine import COMPUTE_LONG, FREEZE_PAGE, LOSE_NEXT, 
 pytestmark = [pytest.mark.anyio, pytest.mark.no_cover]
 
 HANG_S = 1.0
+DEPTH = 128
+"""With so many requests, queues have the size by which the engine finds them."""
 SEEDS = 20
 CALLS = 12
 """For each seed: so many calls, of which every second one damages the memory."""
@@ -46,7 +48,7 @@ def ordering(order: float, number: float = 0.0) -> dict[str, NDArray[np.float32]
 
 
 async def test_a_request_that_has_left_its_queue_unseen_ends_with_an_error_that_says_so() -> None:
-    async with compiled() as (runtime, compilation), compilation.burst() as burst:
+    async with compiled() as (runtime, compilation), compilation.burst(depth=DEPTH) as burst:
         await burst.compute(ordering(0))
         outputs: list[float] = []
         errors: list[aionn.ExecutionError] = []
@@ -84,7 +86,7 @@ async def test_a_long_run_and_the_requests_behind_it_are_not_lost(monkeypatch: p
         ask(self, identity, answered)
 
     monkeypatch.setattr(RemoteBurstContext, "ask", counted)
-    async with compiled() as (_, compilation), compilation.burst() as burst, compilation.burst() as other:
+    async with compiled() as (_, compilation), compilation.burst(depth=DEPTH) as burst, compilation.burst(depth=DEPTH) as other:
         for each in (burst, other):
             await each.compute(ordering(0))
         outputs: list[float] = []
@@ -103,7 +105,7 @@ async def test_a_long_run_and_the_requests_behind_it_are_not_lost(monkeypatch: p
 
 
 async def test_times_that_a_damaged_page_says_are_not_told() -> None:
-    async with compiled() as (runtime, compilation), compilation.burst() as burst:
+    async with compiled() as (runtime, compilation), compilation.burst(depth=DEPTH) as burst:
         await burst.compute(ordering(FREEZE_PAGE))
         (device,) = (device for device in runtime.devices if device.pid)
         activity = device.activity
@@ -122,7 +124,7 @@ async def test_times_that_a_damaged_page_says_are_not_told() -> None:
 
 async def _damaged(compilation: aionn.Compilation, seed: int, found: dict[str, int]) -> None:
     """Make the calls of one seed, over a burst of its own."""
-    async with compilation.burst() as burst:
+    async with compilation.burst(depth=DEPTH) as burst:
         for number in range(CALLS):
             order = float(100 * seed + number) if number % 2 else 0.0
             began_s = time.monotonic()

@@ -56,7 +56,7 @@ async def asked(compilation: aionn.Compilation) -> dict[str, int]:
         ({"threads": "2"}, "compile: threads='2'; give a whole number"),
         ({"instances": 0}, "compile: instances=0; give a whole number, from 1 to 256"),
         ({"instances": 10**6}, "compile: instances=1000000; give a whole number, from 1 to 256"),
-        ({"instances": None}, "compile: instances=None; give a whole number"),
+        ({"instances": "2"}, "compile: instances='2'; give a whole number"),
         ({"instances": False}, "compile: instances=False; give a whole number"),
         ({"instances": 2.5}, "compile: instances=2.5; give a whole number"),
         ({"threads": 2, "instances": 3}, "threads=2 with instances=3 needs 6 engine threads, but this runtime allows 4; ask for fewer"),
@@ -118,7 +118,7 @@ async def test_the_engine_gets_the_app_s_threads_or_the_runtime_s_bound(
         async with leak_check(), aionn.Runtime(threads=most) as runtime:
             compilation = await runtime.compile(MODEL, devices=(fake.name,), **arguments)
             assert expected.items() <= (await asked(compilation)).items()
-            assert (compilation.threads, compilation.instances) == (arguments.get("threads"), arguments.get("instances", 1))
+            assert (compilation.threads, compilation.instances) == (arguments.get("threads"), arguments.get("instances"))
             another = await runtime.compile(MODEL, devices=(fake.name,), **arguments)  # several compilations add up
             assert expected.items() <= (await asked(another)).items()
 

@@ -56,10 +56,12 @@ class Layout(msgspec.Struct, frozen=True, eq=False):
 
     Attributes:
         inputs, outputs: by name the shape and the dtype of one request's array, and the axis of its rows.
+        rows: how many rows one request has.
     """
 
     inputs: tuple[tuple[str, tuple[int, ...], np.dtype[Any], int | None], ...]
     outputs: tuple[tuple[str, tuple[int, ...], np.dtype[Any], int], ...]
+    rows: int
 
 
 class Batch(msgspec.Struct, frozen=True):
@@ -126,8 +128,8 @@ class Joining:
         shapes = tuple((name, array.shape, array.dtype, axes[name]) for name, array in inputs.items())
         made = tuple((name, array.shape, array.dtype, self._outputs[name]) for name, array in outputs.items())
         known = self._layouts.get((shapes, made))
-        if known is None and len({shape[axis] for _, shape, _, axis in (*shapes, *made) if axis is not None}) == 1:
-            known = self._layouts.setdefault((shapes, made), Layout(shapes, made))
+        if known is None and len(rows := {shape[axis] for _, shape, _, axis in (*shapes, *made) if axis is not None}) == 1:
+            known = self._layouts.setdefault((shapes, made), Layout(shapes, made, rows.pop()))
         return known
 
     # ---- in the thread of a lane ----------------------------------------------------------------------------------------
@@ -206,7 +208,12 @@ class Joining:
             if not together:
                 layout = own
                 shared = [] if own is None else _shared_of(own, held)
-            elif own is None or own is not layout or _shared_of(own, held) != shared:
+            elif (
+                own is None
+                or own is not layout
+                or (len(together) + 1) * own.rows > self._batching.max_rows  # rows in buffers of the device are known only now
+                or _shared_of(own, held) != shared
+            ):
                 held.undo()
                 later.append((number, bound))
                 continue
@@ -218,10 +225,10 @@ class Joining:
         first = together[0][1]
         timed = first.measure_timing
         requests = len(together)
-        rows = requests * together[0][1].execution.rows  # type: ignore[attr-defined]
+        layout = together[0][2].arrays.layout
+        assert layout is not None  # a request without one is alone
+        rows = requests * layout.rows
         try:
-            layout = together[0][2].arrays.layout
-            assert layout is not None  # a request without one is alone
             batch = self._batch_of(lane, layout, requests)
             for (_, _, held), places in zip(together, batch.gathers, strict=True):
                 inputs = held.arrays.inputs

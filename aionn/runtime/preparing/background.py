@@ -404,7 +404,7 @@ class LocalWorker:
     async def _saved(self, request: ArtifactRequest, target: Offered) -> str:
         """Compile in a worker process, and write the artifact into the files of `target`. Return the driver's save outcome."""
         name, asked = request.device, request.options
-        options = PrepareOptions(asked.preference, asked.priority, None, self._threads, options=asked.options)
+        options = PrepareOptions(asked.preference, asked.priority, None, self._threads, options=asked.options, batching=asked.batching)
         handles = bound(CacheHandles(target.model, target.data, request.key), request.model_digest)
         current.get().enter(name, STARTING)
         async with worker(self._devices, name, self._threads) as remote:
