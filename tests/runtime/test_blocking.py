@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 import aionn
 from aionn.runtime.processes.devices import Devices
-from aionn.runtime.streaming.blocking import BlockingConnection
+from aionn.runtime.streaming.blocking import BlockingConnection, _Tidying
 from aionn.testing import FakeDevice, identity_model
 from tests.journeys.silero import Directly, assert_same, still, windows
 from tests.leaks import driver_pids, ended, leak_check
@@ -256,6 +256,33 @@ async def test_a_second_thread_is_refused(fake: FakeDevice) -> None:
         fake.behave()
         assert ((await call.outcome())["input_out"] == 1).all()
         burst.close()
+
+
+async def test_a_call_waits_while_another_thread_changes_its_connection(fake: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the loop's thread does in a swap. Only one thread calls, so it is not refused."""
+    changing, waits, changed = threading.Event(), threading.Event(), threading.Event()
+
+    def change() -> None:
+        changing.set()
+        assert changed.wait(60)
+
+    def seen(tidying: _Tidying, timeout_s: float) -> bool:
+        waits.set()
+        return threading.Event.wait(tidying, timeout_s)
+
+    monkeypatch.setattr(_Tidying, "wait", seen)
+    async with leak_check(), aionn.Runtime() as runtime:
+        compilation = await runtime.compile(aionn.Model.from_onnx(identity_model()), devices=(fake.name,))
+        with compilation.blocking() as burst:
+            right(burst, 1)
+            changer = Caller(burst._connection.leave_to_next, change)
+            assert await in_thread(changing.wait, 60)
+            caller = Caller(right, burst, 2)
+            seen_waiting = await in_thread(waits.wait, 10)
+            changed.set()
+            assert await caller.outcome() is None
+            assert await changer.outcome() is None
+            assert seen_waiting
 
 
 @pytest.mark.parametrize("what", ["runtime", "compilation"])

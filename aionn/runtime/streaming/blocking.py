@@ -14,6 +14,7 @@ Invariants
 from __future__ import annotations
 
 import asyncio
+import threading
 import weakref
 from asyncio import _get_running_loop  # as in `burst`
 from collections import deque
@@ -53,6 +54,7 @@ _ATTEMPTS = 4
 
 _CLOSED = "the burst was closed while this call waited"
 _NOT_OPEN = "the burst is not open; use it inside `with compilation.blocking() as burst`"
+_TIDYING_S = 0.01
 _BUSY = (
     "another call of this blocking burst is running, and one thread at a time may use it; "
     "open one for each thread: `with compilation.blocking() as burst`"
@@ -171,6 +173,14 @@ class FallbackFromThread:
         return found
 
 
+class _Tidying(threading.Event):
+    """A thread that is inside to run what was left, such as a change of drivers. A call waits for it, because it is over soon."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.thread = threading.get_ident()
+
+
 class _Follows:
     """The change of a blocking burst at a swap: its next call connects to the new model, and the old one is let go."""
 
@@ -223,9 +233,11 @@ class BlockingConnection(BurstConnection):
         """
         here = object()
         try:
-            if self._inside.setdefault(0, here) is not here:
+            while (other := self._inside.setdefault(0, here)) is not here:
                 self.session.check_process()
-                raise CallerError(_BUSY)
+                if not isinstance(other, _Tidying) or other.thread == threading.get_ident():
+                    raise CallerError(_BUSY)
+                other.wait(_TIDYING_S)  # and look again, because a signal may keep that thread from saying that it has left
             waits = self._waits
             if waits.calls or waits.timers:
                 waits.turn()
@@ -252,7 +264,7 @@ class BlockingConnection(BurstConnection):
 
     def _do_left(self) -> None:
         while self._left:
-            here = object()
+            here = _Tidying()
             try:
                 if self._inside.setdefault(0, here) is not here:
                     return  # that thread looks here when it leaves
@@ -262,6 +274,7 @@ class BlockingConnection(BurstConnection):
             finally:
                 if 0 in self._inside and self._inside[0] is here:  # as in `run`
                     del self._inside[0]
+                    here.set()
 
     # --- opening and closing -------------------------------------------------------------------------------------------
 
