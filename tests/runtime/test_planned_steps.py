@@ -38,6 +38,7 @@ class Scripted:
 
     def __init__(self, name: str, inputs: Mapping[str, Operand], outputs: Mapping[str, Operand]) -> None:
         connection = SimpleNamespace(ended_by=None)
+        self.instances = 1
         self.device = SimpleNamespace(name=name, version="1", restarted=False, connection=connection)
         self.inputs, self.outputs = inputs, outputs
         self.answers: list[Result] = []
