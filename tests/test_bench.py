@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.bench.real import INTERRUPTED, ROWS, rows_of
-from tests.bench.real_report import Check
+from tests.bench.real import ROWS
+from tests.bench.real_report import INTERRUPTED, Check, rows_among
 
 ROOT = Path(__file__).parent.parent
 COMMAND = [sys.executable, "-m", "tests.bench", "real", "--rounds", "1", "--json"]
@@ -34,9 +34,9 @@ def test_a_check_of_runs_must_be_reached_in_that_share_of_them() -> None:
 
 
 def test_unknown_rows_are_refused() -> None:
-    assert rows_of("p1,P20") == {"P1", "P20"}
+    assert rows_among(ROWS)("p1,P20") == {"P1", "P20"}
     with pytest.raises(argparse.ArgumentTypeError, match="P99"):
-        rows_of("P99")
+        rows_among(ROWS)("P99")
 
 
 def test_each_kind_of_row_gives_a_ratio_or_says_why_not() -> None:

@@ -21,18 +21,13 @@ frames, of the app and of the other process. N6 and N12 need `--rounds 10`.
 from __future__ import annotations
 
 import argparse
-import json
-import sys
-from collections.abc import Awaitable, Callable
 
 import uvloop
 
-from aionn.cli.bench import Others, machine, machine_line
 from tests.bench import many_blocking, many_chains, many_frames, many_joined, many_soak, many_streams
-from tests.bench.real import INTERRUPTED
-from tests.bench.real_report import NotAvailableError, Options, Report
+from tests.bench.real_report import Groups, Options, Report, measure, print_measured, rows_among
 
-GROUPS: tuple[tuple[tuple[str, ...], Callable[[Report, Options], Awaitable[None]]], ...] = (
+GROUPS: Groups = (
     (("N1",), many_streams.sixty_four),
     (("N2",), many_joined.joined),
     (("N3",), many_joined.closed),
@@ -50,46 +45,17 @@ GROUPS: tuple[tuple[tuple[str, ...], Callable[[Report, Options], Awaitable[None]
 ROWS = tuple(row for rows, _ in GROUPS for row in rows)
 
 
-def rows_of(text: str) -> frozenset[str]:
-    found = frozenset(text.replace(" ", "").upper().split(","))
-    if not found <= set(ROWS):
-        raise argparse.ArgumentTypeError(f"unknown rows {sorted(found - set(ROWS))}; give some of {','.join(ROWS)}")
-    return found
-
-
-async def measure(report: Report, options: Options) -> None:
-    for rows, group in GROUPS:
-        if report.wanted & set(rows):
-            try:
-                await group(report, options)
-            except NotAvailableError as error:
-                for row in rows:
-                    report.lacks(row, str(error))
-
-
 def main(argv: list[str]) -> None:
     """Measure and print. See the module's docstring."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.bench many", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--row", "--rows", type=rows_of, default=frozenset(ROWS) - {"N14"}, help=f"some of {','.join(ROWS)}")
+    parser.add_argument("--row", "--rows", type=rows_among(ROWS), default=frozenset(ROWS) - {"N14"}, help=f"some of {','.join(ROWS)}")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--frames", type=int, default=190, help="frames per stream and round; more at high rates")
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     options = parser.parse_args(argv)
-    head = f"{machine_line(machine())}\nnot pinned; {options.rounds} rounds of {options.frames} frames a stream"
     report = Report(options.row, quiet=options.json)
-    report.say(head)
-    others = Others()
-    interrupted = False
-    try:
-        uvloop.run(measure(report, Options(options.rounds, options.frames, None)))
-    except KeyboardInterrupt:
-        interrupted = True
-        report.say("\ninterrupted; this is what was measured before")
-    if options.json:
-        print(json.dumps({"machine": head.splitlines(), "others": others.share(), **report.plain()}))
-    else:
-        print(f"\n{report.summary()}\nother processes used {others.share():.0%} of the CPUs meanwhile")
-    if interrupted:
-        sys.exit(INTERRUPTED)
+    where = f"not pinned; {options.rounds} rounds of {options.frames} frames a stream"
+    how = Options(options.rounds, options.frames, None)
+    print_measured(report, where, options.json, lambda: uvloop.run(measure(GROUPS, report, how)))

@@ -19,18 +19,14 @@ Times are microseconds, CPU is seconds per 10,000 calls of the app and of the ot
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import sys
-from collections.abc import Awaitable, Callable
 
 import uvloop
 
-from aionn.cli.bench import Others, machine, machine_line
 from tests.bench import real_hot, real_lanes, real_many, real_paced, real_urgent, starts
-from tests.bench.real_report import NotAvailableError, Options, Report
+from tests.bench.real_report import Groups, Options, Report, measure, print_measured, rows_among
 
-GROUPS: tuple[tuple[tuple[str, ...], Callable[[Report, Options], Awaitable[None]]], ...] = (
+GROUPS: Groups = (
     (("P1", "P5"), real_paced.silero),
     (("P2",), real_paced.identity),
     (("P3",), real_hot.placement),
@@ -46,25 +42,7 @@ GROUPS: tuple[tuple[tuple[str, ...], Callable[[Report, Options], Awaitable[None]
     (("P19",), real_urgent.bounded_threads),
     (("P20",), real_urgent.anticipation),
 )
-INTERRUPTED = 130
 ROWS = sorted((*starts.ROWS, *(row for rows, _ in GROUPS for row in rows)), key=lambda row: int(row[1:]))
-
-
-def rows_of(text: str) -> frozenset[str]:
-    found = frozenset(text.replace(" ", "").upper().split(","))
-    if not found <= set(ROWS):
-        raise argparse.ArgumentTypeError(f"unknown rows {sorted(found - set(ROWS))}; give some of {','.join(ROWS)}")
-    return found
-
-
-async def measure(report: Report, options: Options) -> None:
-    for rows, group in GROUPS:
-        if report.wanted & set(rows):
-            try:
-                await group(report, options)
-            except NotAvailableError as error:
-                for row in rows:
-                    report.lacks(row, str(error))
 
 
 def main(argv: list[str]) -> None:
@@ -72,7 +50,7 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m tests.bench real", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--row", "--rows", type=rows_of, default=frozenset(ROWS), help=f"some of {','.join(ROWS)}")
+    parser.add_argument("--row", "--rows", type=rows_among(ROWS), default=frozenset(ROWS), help=f"some of {','.join(ROWS)}")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--frames", type=int, default=150, help="frames per lane and round; more at high rates")
     parser.add_argument(
@@ -84,21 +62,11 @@ def main(argv: list[str]) -> None:
     usable = sorted(os.sched_getaffinity(0))
     cpus = (usable[0], usable[-1]) if options.pinned else None
     where = f"app on CPU {usable[0]}, others on CPU {usable[-1]}" if options.pinned else "not pinned"
-    head = f"{machine_line(machine())}\n{where}; {options.rounds} rounds of {options.frames} frames"
     report = Report(options.row, quiet=options.json)
-    report.say(head)
-    others = Others()
-    interrupted = False
-    try:
-        uvloop.run(measure(report, Options(options.rounds, options.frames, cpus)))
+
+    def act() -> None:
+        uvloop.run(measure(GROUPS, report, Options(options.rounds, options.frames, cpus)))
         if report.wanted & set(starts.ROWS):
             starts.measure(report, starts.Options(options.rounds, large=options.large))
-    except KeyboardInterrupt:
-        interrupted = True
-        report.say("\ninterrupted; this is what was measured before")
-    if options.json:
-        print(json.dumps({"machine": head.splitlines(), "others": others.share(), **report.plain()}))
-    else:
-        print(f"\n{report.summary()}\nother processes used {others.share():.0%} of the CPUs meanwhile")
-    if interrupted:
-        sys.exit(INTERRUPTED)
+
+    print_measured(report, f"{where}; {options.rounds} rounds of {options.frames} frames", options.json, act)

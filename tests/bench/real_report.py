@@ -6,14 +6,21 @@ machine that others use as well, the best round's p50 shows best what a lane its
 
 from __future__ import annotations
 
+import argparse
+import json
 import math
 import os
 import statistics
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
+
+from aionn.cli.bench import Others, machine, machine_line
+
+INTERRUPTED = 130
 
 
 @dataclass(frozen=True)
@@ -146,3 +153,49 @@ class Report:
         """Return everything as values that JSON knows."""
         checks = [asdict(check) | {"judged": check.judged, "reached": check.reached} for check in self.checks]
         return {"figures": self.figures, "checks": checks, "absent": self.absent}
+
+
+Groups = Sequence[tuple[tuple[str, ...], Callable[[Report, Options], Awaitable[None]]]]
+"""Rows, and what measures them."""
+
+
+def rows_among(known: Sequence[str]) -> Callable[[str], frozenset[str]]:
+    """Return what reads an argument that names some of these rows, with commas."""
+
+    def rows_of(text: str) -> frozenset[str]:
+        found = frozenset(text.replace(" ", "").upper().split(","))
+        if not found <= set(known):
+            raise argparse.ArgumentTypeError(f"unknown rows {sorted(found - set(known))}; give some of {','.join(known)}")
+        return found
+
+    return rows_of
+
+
+async def measure(groups: Groups, report: Report, options: Options) -> None:
+    """Measure the groups of which a row is wanted."""
+    for rows, group in groups:
+        if report.wanted & set(rows):
+            try:
+                await group(report, options)
+            except NotAvailableError as error:
+                for row in rows:
+                    report.lacks(row, str(error))
+
+
+def print_measured(report: Report, where: str, as_json: bool, act: Callable[[], None]) -> None:
+    """Run `act`, which measures, and print what it found. After Ctrl-C, print what was measured before, and exit with 130."""
+    head = f"{machine_line(machine())}\n{where}"
+    report.say(head)
+    others = Others()
+    interrupted = False
+    try:
+        act()
+    except KeyboardInterrupt:
+        interrupted = True
+        report.say("\ninterrupted; this is what was measured before")
+    if as_json:
+        print(json.dumps({"machine": head.splitlines(), "others": others.share(), **report.plain()}))
+    else:
+        print(f"\n{report.summary()}\nother processes used {others.share():.0%} of the CPUs meanwhile")
+    if interrupted:
+        sys.exit(INTERRUPTED)
