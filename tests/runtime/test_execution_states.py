@@ -4,6 +4,7 @@ swapped or its compilation is closed. Real driver processes, through the public 
 State       How a test reaches it, and what proves it
 "turn"      As many calls as the channel takes are with the driver, and the first of them is held there. Proof: the driver never runs it.
 "sent"      It is behind the call that the driver holds. Proof: the driver runs it later, once, with all of its own inputs.
+            A call in the queue of a burst is never run if its caller leaves (`QUEUED`).
 "running"   The driver runs it, and is held there. Proof: the driver has begun it, and reads its inputs once more at the end.
 "unread"    The loop stands still while the driver answers it. Proof: the driver has begun the next call.
 "widened"   Its first answer was too large for its place. Proof: the driver runs it for the second time, and is held there.
@@ -38,6 +39,9 @@ pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("surroundings"), pytest
 
 WITHDRAWN = {"turn": False, "sent": True, "running": True, "unread": True}
 """Whether the driver runs a call in that state whose caller leaves."""
+
+QUEUED = tuple(CHANNELS[name] for name in ("compute", "burst", "frame", "step"))
+"""In a burst's queue, a sent call whose caller leaves becomes late, and is never run."""
 
 EVENTS = ("cancel", "deadline", "kill", "swap", "aclose")
 
@@ -119,7 +123,7 @@ class Scene:
 
 
 async def cancel(scene: Scene) -> None:
-    """The cancelled call ends at once. Sent, its arguments stay until its answer; not sent, it is never run."""
+    """The cancelled call ends at once. Sent, its arguments stay until its answer; not sent or not taken from a queue, it is never run."""
     await scene.reach(None)
     for call in scene.victims:
         call.cancel()
@@ -127,7 +131,8 @@ async def cancel(scene: Scene) -> None:
     busy = [scene.channel.begin(next(scene.numbers)) for _ in range(2)] if scene.channel.waits else []
     await anyio.wait_all_tasks_blocked()
     scene.others += busy
-    await scene.check({"CancelledError"}, {"older"}, WITHDRAWN.get(scene.state))
+    withdrawn = scene.state == "sent" and type(scene.channel) in QUEUED
+    await scene.check({"CancelledError"}, {"older"}, False if withdrawn else WITHDRAWN.get(scene.state))
 
 
 async def deadline(scene: Scene) -> None:
