@@ -41,6 +41,7 @@ if _typing.TYPE_CHECKING:
     from aionn.errors import CallerError as CallerError
     from aionn.errors import CompilationError as CompilationError
     from aionn.errors import DeadlineError as DeadlineError
+    from aionn.errors import DeviceBusyError as DeviceBusyError
     from aionn.errors import DeviceMemoryLostError as DeviceMemoryLostError
     from aionn.errors import DeviceUnavailableError as DeviceUnavailableError
     from aionn.errors import DriverDiedError as DriverDiedError
@@ -81,8 +82,9 @@ if _typing.TYPE_CHECKING:
 else:
     _NAMES = {
         "aionn.caching.outcomes": "CacheOutcome CacheOutcomeKind MissReason",
-        "aionn.errors": "AionnError CallerError CompilationError DeadlineError DeviceMemoryLostError DeviceUnavailableError "
-        "DriverDiedError DriverHungError ExecutionError MemoryAllocationError OutputInsufficientSizeError StageRejected",
+        "aionn.errors": "AionnError CallerError CompilationError DeadlineError DeviceBusyError DeviceMemoryLostError "
+        "DeviceUnavailableError DriverDiedError DriverHungError ExecutionError MemoryAllocationError OutputInsufficientSizeError "
+        "StageRejected",
         "aionn.hal.batching": "Batching",
         "aionn.memory.hardware_buffer": "HardwareBuffer PlaneLayout",
         "aionn.memory.memory": "Memory",

@@ -1,7 +1,7 @@
 """The errors of aionn: what went wrong, and whose fault it is.
 
 One tree answers three questions. Has the caller made a mistake (`CallerError`)? Can the model or the request not be done
-(`CompilationError`, `ExecutionError`, `DeadlineError`, `MemoryAllocationError`)? Has the driver gone
+(`CompilationError`, `ExecutionError`, `DeadlineError`, `DeviceBusyError`, `MemoryAllocationError`)? Has the driver gone
 (`DriverDiedError`, `DriverHungError`, `DeviceUnavailableError`)? Attributes hold the facts. The message is one sentence that says what
 was found, what was expected and the way out.
 
@@ -18,6 +18,7 @@ __all__ = [
     "CallerError",
     "CompilationError",
     "DeadlineError",
+    "DeviceBusyError",
     "DeviceMemoryLostError",
     "DeviceUnavailableError",
     "DriverDiedError",
@@ -194,6 +195,25 @@ class DeadlineError(AionnError, TimeoutError):
     def __init__(self, message: str, *, transient: bool = True) -> None:
         super().__init__(message)
         self.transient = transient
+
+
+class DeviceBusyError(AionnError):
+    """Too many executions of the compilation wait (`Batching.max_waiting`), or those that wait take longer than until the deadline.
+
+    Nothing was sent, and the executions that wait go on.
+
+    Attributes:
+        waited_s: how long the first of those that wait has waited so far, in seconds.
+        queue: how many wait.
+        transient: True, because the same call may succeed when tried again.
+    """
+
+    transient = True
+
+    def __init__(self, message: str, *, waited_s: float, queue: int) -> None:
+        super().__init__(message)
+        self.waited_s = waited_s
+        self.queue = queue
 
 
 class DeviceUnavailableError(AionnError):

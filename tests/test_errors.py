@@ -33,6 +33,7 @@ SAMPLES: dict[str, Callable[[], BaseException]] = {
     "DeviceMemoryLostError": lambda: errors.DeviceMemoryLostError("onnxruntime", None),
     "DriverHungError": lambda: errors.DriverHungError("onnxruntime", 1.5),
     "DeadlineError": lambda: errors.DeadlineError(TEXT, transient=False),
+    "DeviceBusyError": lambda: errors.DeviceBusyError(TEXT, waited_s=0.5, queue=256),
     "DeviceUnavailableError": lambda: errors.DeviceUnavailableError("npu", TEXT),
     "MemoryAllocationError": lambda: errors.MemoryAllocationError(TEXT, needed_bytes=7, available_bytes=None),
     "RequestRefusal": lambda: _kind("RequestRefusal")(503, TEXT, {"Retry-After": "1"}),

@@ -39,6 +39,7 @@ FACE = {
     "Confinement",
     "DeadlineError",
     "Device",
+    "DeviceBusyError",
     "DeviceMemory",
     "DeviceMemoryLostError",
     "DeviceUnavailableError",
@@ -136,6 +137,7 @@ ERROR_TREE: dict[str, Any] = {
     "DriverDiedError": "AionnError",
     "DriverHungError": "AionnError",
     "DeadlineError": TimeoutError,
+    "DeviceBusyError": "AionnError",
     "DeviceUnavailableError": "AionnError",
     "MemoryAllocationError": "AionnError",
     "StageRejected": "AionnError",
@@ -317,6 +319,8 @@ def test_errors_carry_their_facts() -> None:
     assert errors.DriverHungError("openvino", 1.5).device == "openvino"
     assert errors.DeadlineError("m").transient is True
     assert errors.DeviceUnavailableError("tpu", "m").device == "tpu"
+    busy = errors.DeviceBusyError("m", waited_s=0.5, queue=256)
+    assert (busy.waited_s, busy.queue, busy.transient) == (0.5, 256, True)
     allocation = errors.MemoryAllocationError("m", needed_bytes=2, available_bytes=1)
     assert (allocation.needed_bytes, allocation.available_bytes) == (2, 1)
     rejected = errors.StageRejected("openvino", "slower")

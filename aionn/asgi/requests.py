@@ -21,7 +21,15 @@ from starlette.websockets import WebSocket, WebSocketState
 
 import aionn
 from aionn.asgi.served import Models, WantedModel
-from aionn.errors import CallerError, DeadlineError, DeviceUnavailableError, DriverDiedError, DriverHungError, MemoryAllocationError
+from aionn.errors import (
+    CallerError,
+    DeadlineError,
+    DeviceBusyError,
+    DeviceUnavailableError,
+    DriverDiedError,
+    DriverHungError,
+    MemoryAllocationError,
+)
 
 logger = logging.getLogger("aionn.asgi")
 
@@ -43,7 +51,7 @@ async def _unavailable(connection: HTTPConnection, error: Exception) -> Response
     return JSONResponse(body, 503, {"Retry-After": str(DRIVER_RETRY_AFTER_S), "Cache-Control": "no-store"})
 
 
-_MAY_PASS = (DriverDiedError, DriverHungError, DeadlineError, DeviceUnavailableError, MemoryAllocationError)
+_MAY_PASS = (DriverDiedError, DriverHungError, DeadlineError, DeviceBusyError, DeviceUnavailableError, MemoryAllocationError)
 
 exception_handlers: dict[int | type[Exception], Callable[[Any, Any], Coroutine[Any, Any, Any]]] = dict.fromkeys(_MAY_PASS, _unavailable)
 """Handlers for `FastAPI(exception_handlers=aionn.asgi.exception_handlers)` and `Starlette(exception_handlers=...)`.

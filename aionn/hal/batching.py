@@ -6,6 +6,7 @@ convolutional model costs as many times more as it has rows. So a device measure
 
 # No `from __future__ import annotations`: msgspec would have to evaluate each annotation, which takes 2 ms of a start.
 import math
+import operator
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -20,6 +21,7 @@ MOST_ROWS = 64
 
 _MAX_WAIT_US = 1_000_000
 _MAX_VERIFY = 1_000_000_000
+_MAX_WAITING = 1_000_000
 
 
 class Batching(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,6 +41,8 @@ class Batching(msgspec.Struct, frozen=True, kw_only=True):
             no difference, and makes the driver compare every size up to `max_rows` when it compiles.
         axes: the axis along which each input has its rows, by name, as in {"input": 0, "state": 1}. Inputs left out must be equal in all
             joined requests, as a sample rate is. None: the first open axis of each input.
+        max_waiting: how many executions of the compilation may wait, over all bursts, calls and starts. One more gets `DeviceBusyError` at
+            once. So does one whose deadline passes before those that wait can be over, by the times of the runs so far.
         verify_every: after so many joined runs, one row is run again alone and compared. If it differs, no more requests are joined.
 
     Examples:
@@ -53,13 +57,12 @@ class Batching(msgspec.Struct, frozen=True, kw_only=True):
     max_batch_ms: float | None = None
     tolerance: Literal["close", "exact"] = "close"
     axes: tuple[tuple[str, int], ...] | dict[str, int] | None = None
+    max_waiting: int = 256
     verify_every: int = 1000
 
     def __post_init__(self) -> None:
-        for name, least, most in (("max_rows", 2, MOST_ROWS), ("max_wait_us", 0, _MAX_WAIT_US), ("verify_every", 1, _MAX_VERIFY)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-                raise CallerError(f"Batching: {name}={value!r}; give a whole number from {least} to {most}")
+        for name, (least, most) in _RANGES.items():
+            msgspec.structs.force_setattr(self, name, _whole_number(name, getattr(self, name), least, most))
         limit: Any = self.max_batch_ms
         if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int | float) or not 0 < limit < math.inf):
             raise CallerError(f"Batching: max_batch_ms={limit!r}; give milliseconds above 0, or None for no limit")
@@ -72,6 +75,19 @@ class Batching(msgspec.Struct, frozen=True, kw_only=True):
     def encoded(self) -> bytes:
         """What a stored verdict of a device depends on, as bytes for a cache key."""
         return msgspec.msgpack.encode((self.max_rows if self.tolerance == "exact" else 0, self.tolerance, self.axes))
+
+
+_RANGES = {"max_rows": (2, MOST_ROWS), "max_wait_us": (0, _MAX_WAIT_US), "max_waiting": (1, _MAX_WAITING), "verify_every": (1, _MAX_VERIFY)}
+
+
+def _whole_number(name: str, value: Any, least: int, most: int) -> int:
+    try:
+        number = least - 1 if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = least - 1
+    if not least <= number <= most:
+        raise CallerError(f"Batching: {name}={value!r}; give a whole number from {least} to {most}")
+    return number
 
 
 def _checked_axes(axes: Any) -> tuple[tuple[str, int], ...]:

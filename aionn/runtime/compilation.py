@@ -36,7 +36,7 @@ from aionn.runtime.preparing.kept_model import MOST_JOINED_DEATHS, KeptModel
 from aionn.runtime.preparing.preparation import Found
 from aionn.runtime.serving.serving import Serving
 from aionn.runtime.session import Session
-from aionn.runtime.streaming.burst import Burst
+from aionn.runtime.streaming.burst import Burst, burst_over
 from aionn.runtime.streaming.connection import BurstConnection, Connections
 from aionn.runtime.streaming.kept_burst import KeptBurst
 from aionn.tasks import AsyncClosed, bounded_shield, checked_count, checked_name, deadline_of, ending_by
@@ -421,10 +421,11 @@ class Compilation(AsyncClosed):
         depth = checked_count("burst: depth", depth, 1)
         connection = self._parts.bursts.new(depth, bool(anticipate), checked_name("burst", name))
         if not warm:
-            return Burst(connection)
+            return burst_over(connection)
         from aionn.runtime.executing.warming import warm_up  # few bursts ask for it
 
-        return Burst(connection, partial(warm_up, self._parts.kept_model, self._parts.arguments, 1))
+        runs_once = partial(warm_up, self._parts.kept_model, self._parts.arguments, 1)
+        return burst_over(connection, runs_once)
 
     def blocking(self, *, anticipate: bool = False, name: str | None = None) -> BlockingBurst:
         """Return a burst for a thread without an event loop: `with compilation.blocking() as burst: burst.compute(...)`.
@@ -505,6 +506,7 @@ class Compilation(AsyncClosed):
         Raises:
             CallerError: a name, shape or dtype does not fit; nothing was sent.
             DeadlineError: no answer in time.
+            DeviceBusyError: too many calls wait (`Batching.max_waiting`); nothing was sent.
             ExecutionError: the driver answered that it failed.
             MemoryAllocationError: there is no memory for arrays of these shapes.
             DriverDiedError, DriverHungError: the driver is gone; the next call starts a new one. `DeviceMemoryLostError` as for
@@ -514,7 +516,10 @@ class Compilation(AsyncClosed):
         """
         if retry:
             return await retried(self.compute, inputs, outputs, measure_timing, timeout_s, retry)
-        return await self._parts.kept.compute(inputs, outputs, measure_timing, timeout_s)
+        kept, admission = self._parts.kept, self._parts.bursts.admission
+        if admission is None:
+            return await kept.compute(inputs, outputs, measure_timing, timeout_s)
+        return await admission.run(partial(kept.compute, inputs, outputs, measure_timing, timeout_s), timeout_s, kept.ended)
 
     def start(
         self,
@@ -541,6 +546,7 @@ class Compilation(AsyncClosed):
 
         Raises:
             CallerError: an argument does not fit, or 64 executions are pending; nothing was sent.
+            DeviceBusyError: too many executions wait (`Batching.max_waiting`); nothing was sent.
             MemoryAllocationError: there is no memory or no file descriptor left for the arguments.
 
         All other errors are raised by `await event`. They are those of `compute`.

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
 import aionn
-from aionn.errors import DeadlineError, ExecutionError
+from aionn.errors import DeadlineError, DeviceBusyError, ExecutionError
 from tests.real_models import carried
 
 pytestmark = pytest.mark.anyio
@@ -133,7 +133,7 @@ async def test_random_calls_with_deadlines_and_cancellations_get_right_answers_o
                     found = await bursts[index % len(bursts)].compute(
                         {"input": x, "sr": np.array(rate), "state": state}, timeout_s=deadline_s
                     )
-                except DeadlineError:
+                except (DeadlineError, DeviceBusyError):  # busy: those before it miss its deadline already
                     return
                 output, after = alone.run(x, state, np.array(rate))
                 np.testing.assert_array_equal(found["output"], output)

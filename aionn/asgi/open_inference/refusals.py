@@ -12,6 +12,7 @@ from aionn.errors import (
     CallerError,
     CompilationError,
     DeadlineError,
+    DeviceBusyError,
     DeviceUnavailableError,
     DriverDiedError,
     DriverHungError,
@@ -27,7 +28,7 @@ RESTART_S = 1
 _MOST_CHARACTERS = 2000
 """A sentence may quote a name from the request, which may be as long as the request. The middle of a longer sentence is left out."""
 
-_MAY_PASS = (DriverDiedError, DriverHungError, DeviceUnavailableError, MemoryAllocationError, CompilationError)
+_MAY_PASS = (DeviceBusyError, DriverDiedError, DriverHungError, DeviceUnavailableError, MemoryAllocationError, CompilationError)
 
 _HTTP_STATUS = {
     ErrorStatus.INVALID_ARGUMENT: 400,

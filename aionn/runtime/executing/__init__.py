@@ -1,5 +1,6 @@
 """One execution: where its arguments lie, how it is sent, what it holds until the driver has answered.
 
+admission       how many executions of one compilation may wait, and which one more is refused
 execution       `Execution`: one execution, from its arguments to its outputs, and what executions are counted as
 transitions     the states of an execution, and which act leads from one to another
 event           `Event`: a started execution and its fence, as an app uses it

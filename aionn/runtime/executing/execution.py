@@ -31,6 +31,7 @@ from aionn.errors import (
     AionnError,
     CallerError,
     DeadlineError,
+    DeviceBusyError,
     DeviceMemoryLostError,
     DriverDiedError,
     DriverHungError,
@@ -46,6 +47,7 @@ from aionn.memory.region import Region
 from aionn.pages.app_layout import COMPUTED, COPIED_BYTES, DIED, FAILED, FELL_BACK, HUNG, LATE, REFUSED, Kind
 from aionn.pages.app_page import BurstSlot
 from aionn.remote.device import RemoteBuffer, RemotePreparedModel
+from aionn.runtime.executing.admission import Admission
 from aionn.runtime.executing.arguments import Arguments, FrameLayout, Outputs, failure_of
 from aionn.runtime.executing.device_buffers import lost_with
 from aionn.runtime.executing.device_state import DeviceState
@@ -102,7 +104,7 @@ _ENDS: tuple[tuple[type[BaseException] | tuple[type[BaseException], ...], int], 
     (DriverHungError, HUNG),
     (DriverDiedError, DIED),
     (DeadlineError, LATE),
-    ((CallerError, ExecutionError, MemoryAllocationError), REFUSED),
+    ((CallerError, DeviceBusyError, ExecutionError, MemoryAllocationError), REFUSED),
 )
 
 
@@ -147,6 +149,7 @@ class Executor(msgspec.Struct, frozen=True):
         failures: errors that are counted as `failed`, as long as they live.
         fallback: gets calls that a driver has answered with an error, or None (`executing.fallback`).
         shown: under which texts the page shows `counts`. None for trials.
+        admission: refuses the app's executions while too many wait, or None.
         in_loop: awaits something of the runtime's loop, for executions in another thread, whose waits end at deadlines by themselves. None
             where executions run in that loop.
     """
@@ -159,6 +162,7 @@ class Executor(msgspec.Struct, frozen=True):
     fallback: FallsBack | None = None
     shown: Shown | None = None
     in_loop: InLoop | None = None
+    admission: Admission | None = None
 
     def there(self, work: Coroutine[Any, Any, T]) -> Awaitable[T]:
         """Return what awaits `work` in the runtime's loop."""

@@ -73,16 +73,27 @@ class Starts:
             raise _too_many()
         given = dict(inputs)
         call = Call(given, dict(outputs), CallOptions(bool(measure_timing), deadline_ns), given)
-        with Dependencies(after) as dependencies:
-            started = Started(self, Event(label(self.kept_model.model)[:12]), call)
-            started.lay_out()
-            started.after = dependencies.take()
+        admission = self.executor.admission
+        place = 0 if admission is None else admission.enter(deadline_ns, self.executor.ended)
+        try:
+            with Dependencies(after) as dependencies:
+                started = Started(self, Event(label(self.kept_model.model)[:12]), call)
+                started.lay_out()
+                started.after = dependencies.take()
+        except BaseException:
+            self._leave(place)
+            raise
         self._pending.add(started)
-        started.begin(partial(self._done, started))
+        started.begin(partial(self._done, started, place))
         return started.event
 
-    def _done(self, started: Started) -> None:
+    def _leave(self, place: int) -> None:
+        if self.executor.admission is not None:
+            self.executor.admission.leave(place)
+
+    def _done(self, started: Started, place: int) -> None:
         self._pending.discard(started)
+        self._leave(place)
         error = error_of(started.event)
         if error is not None:
             self.executor.ended(error)

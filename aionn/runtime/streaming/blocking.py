@@ -40,7 +40,7 @@ from aionn.runtime.executing.frames import Frames
 from aionn.runtime.executing.link import Link, LinkOptions, release
 from aionn.runtime.serving.serving import Change, CompiledModel, Rest, Serving
 from aionn.runtime.session import Session
-from aionn.runtime.streaming.burst import Burst
+from aionn.runtime.streaming.burst import burst_over
 from aionn.runtime.streaming.connection import BurstConnection, Connections, trace_of
 from aionn.tasks import call_soon_from_anywhere, seconds_until
 
@@ -433,7 +433,7 @@ class BlockingBurst:
 
     def __init__(self, connection: BlockingConnection) -> None:
         self._connection = connection
-        self._burst = Burst(connection)
+        self._burst = burst_over(connection)
 
     def __enter__(self) -> BlockingBurst:
         self._connection.run(self._connection.open())

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 from asyncio import _get_running_loop  # the public one raises where there is no loop, and is then caught at every call
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -145,6 +146,7 @@ class Burst(AsyncOnly):
         Raises:
             CallerError: a name, shape or dtype does not fit; nothing was sent.
             DeadlineError: no answer in time.
+            DeviceBusyError: too many calls wait (`Batching.max_waiting`); nothing was sent.
             ExecutionError: the driver answered that it failed.
             MemoryAllocationError: there is no memory for a frame of these shapes. The app may hold the outputs of many others.
             DriverDiedError, DriverHungError: the driver is gone; the next call starts a new one. `DeviceMemoryLostError` where a
@@ -241,7 +243,8 @@ class Burst(AsyncOnly):
                 replaces the one that waits, which is dropped. With "reject" the stream ends with `ExecutionError`.
             depth: the most frames that may be in flight, or answered and not yet taken, at the same time.
             deadline_s: how old a frame may become, in seconds from its arrival from the source until its answer. An older frame
-                ends the stream with `DeadlineError`. With policy "latest" it is dropped instead.
+                ends the stream with `DeadlineError`. With policy "latest" it is dropped instead, as is a frame that is refused
+                with `DeviceBusyError`.
 
         A stream that is closed while its source blocks in a thread ends within a second. One WARNING of the logger "aionn.runtime" names
         the source. Its thread stays until the source returns, closes the generator then, and holds no frame meanwhile.
@@ -270,6 +273,31 @@ class Burst(AsyncOnly):
         in_flight = link.in_flight if link is not None else 0
         counts = {name: self._counts.get(counter) for name, counter in _STATISTICS.items()}
         return {**counts, "in_flight": in_flight, **self._executor.frames.count()}
+
+
+class _AdmittedBurst(Burst):
+    """A burst of a compilation that refuses calls while too many wait."""
+
+    async def compute(
+        self,
+        inputs: Mapping[str, Any] | Frame,
+        *,
+        outputs: Mapping[str, Any] | None = None,
+        measure_timing: bool = False,
+        timeout_s: float | None = None,
+        retry: int | Retries = 0,
+    ) -> Outputs:
+        """See `Burst.compute`."""
+        call = partial(super().compute, inputs, outputs=outputs, measure_timing=measure_timing, timeout_s=timeout_s, retry=retry)
+        admission = self._executor.admission
+        if retry or admission is None:  # each attempt comes here again
+            return await call()
+        return await admission.run(call, timeout_s, self._executor.ended)
+
+
+def burst_over(connection: BurstConnection, warm_up: Callable[[], Awaitable[None]] | None = None) -> Burst:
+    """Return an app's burst. `warm_up`: runs the model when the burst is opened, before its first frame."""
+    return (Burst if connection.executor.admission is None else _AdmittedBurst)(connection, warm_up)
 
 
 def _post_large(

@@ -19,6 +19,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import anyio
+from msgspec.structs import replace
 
 from aionn import trace
 from aionn.errors import AionnError, CallerError, DeadlineError, again
@@ -28,6 +29,7 @@ from aionn.hal.types import ExecutionPreference
 from aionn.memory.pool import FramePool, MemoryFrame
 from aionn.pages.app_layout import ANSWERED, CONNECTIONS, DROPPED, SENT, Kind
 from aionn.pages.app_page import BurstSlot
+from aionn.runtime.executing.admission import Admission
 from aionn.runtime.executing.arguments import Arguments, FrameLayout, Shapes
 from aionn.runtime.executing.execution import Channel, Executor, FallsBack, Shown, between_bytes
 from aionn.runtime.executing.frames import Frames
@@ -274,6 +276,7 @@ class Connections:
     Attributes:
         kept_model: keeps the model prepared.
         arguments: how arguments are laid out.
+        admission: refuses executions while too many wait, or None.
     """
 
     def __init__(self, kept_model: KeptModel, arguments: Arguments, fallback: FallsBack | None = None) -> None:
@@ -281,6 +284,8 @@ class Connections:
         self.kept_model = kept_model
         self._fallback = fallback
         self.arguments = arguments
+        batching = kept_model.request.options.batching
+        self.admission = None if batching is None else Admission(batching, kept_model.compiled)
         self._slot = kept_model.session.page.slot(Kind.COMPILATION, kept_model.record.name, parent=kept_model.session.record.slot)
         self._bursts: list[tuple[str, BurstSlot, weakref.ref[BurstConnection]]] = []
         self._seen: dict[int, tuple[int, int]] = {}
@@ -334,7 +339,8 @@ class Connections:
         serving, device = kept_model.compiled.serving, kept_model.device
         now = device, device if serving is None else serving.stage
         shown = Shown(kept_model.session.record, kind, self._slot, kept_model.record.name, now, burst)
-        return Executor(self.arguments, Frames(in_flight, waits), kept_model.compiled, shown.counts, fallback=self._fallback, shown=shown)
+        own = Executor(self.arguments, Frames(in_flight, waits), kept_model.compiled, shown.counts)
+        return replace(own, fallback=self._fallback, shown=shown, admission=self.admission)
 
     def new(self, depth: int, anticipate: bool = False, name: str | None = None) -> BurstConnection:
         """Return the connection of a new burst, not yet open. Its queues suit the model.

@@ -31,7 +31,7 @@ import anyio
 import msgspec
 
 from aionn import trace
-from aionn.errors import DeadlineError, ExecutionError
+from aionn.errors import DeadlineError, DeviceBusyError, ExecutionError
 from aionn.hal.types import ErrorStatus
 from aionn.pages.app_layout import AGES, DROPPED, DROPPED_LATE, DROPPED_REJECTED, DROPPED_REPLACED
 from aionn.runtime.executing.arguments import Outputs, check_mapping
@@ -173,7 +173,8 @@ class Arrivals:
         """Leave an entry to the burst's counts if the driver has answered with `error`. Else drop it."""
         if error in self._executor.failures:
             self._unanswered.discard(entry)
-        self.drop_frame(entry, "late" if isinstance(error, DeadlineError) else "failed")
+        late, busy = isinstance(error, DeadlineError), isinstance(error, DeviceBusyError)
+        self.drop_frame(entry, "late" if late else "rejected" if busy else "failed")
 
     def drop_frame(self, entry: Entry, why: str) -> None:
         """Release an entry's frame, and count the entry as dropped unless it has been counted."""

@@ -143,13 +143,17 @@ class KeptBurst:
                 await turn
             self._kept_model.check_usable()
         except BaseException as error:
-            executor = self._large if self.connection is None else self.connection.executor
-            if executor is not None:
-                executor.ended(error)
+            self.ended(error)
             self._turns.pop(turn, None)
             if turn.done() and not turn.cancelled() and turn.exception() is None:
                 self._leave()  # the place has come, so pass it on
             raise
+
+    def ended(self, error: BaseException) -> None:
+        """Count a call that ended with an error before it was in the burst."""
+        executor = self._large if self.connection is None else self.connection.executor
+        if executor is not None:
+            executor.ended(error)
 
     def _leave(self) -> None:
         """Give a place to the first call that waits."""

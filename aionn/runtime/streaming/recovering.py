@@ -25,6 +25,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -322,6 +323,7 @@ class RecurrentStream(AsyncOnly):
         Raises:
             CallerError: a name, shape or dtype does not fit, or the stream is not open.
             DeadlineError: no answer in time.
+            DeviceBusyError: too many calls wait (`Batching.max_waiting`). The frame is not in the stream.
             ExecutionError: the driver answered that it failed, and the state is as before. Or 64 frames wait for the driver.
             MemoryAllocationError: there is no memory for the frame, or for a snapshot.
             DriverDiedError, DriverHungError: the driver ended twice, or no new one could be started. The next call tries again.
@@ -335,11 +337,14 @@ class RecurrentStream(AsyncOnly):
                 status=ErrorStatus.RESOURCE_EXHAUSTED_TRANSIENT,
             )
         self._waiting.append(frame)
+        reach, executor = partial(self._reach, frame.utterance, frame, measure_timing), self._connection.executor
         try:
+            if executor.admission is not None:
+                reach = partial(executor.admission.run, reach, timeout_s, executor.ended)
             if deadline_ns is None:
-                return await self._reach(frame.utterance, frame, measure_timing)
+                return await reach()
             with ending_by(deadline_ns, _LATE):
-                return await self._reach(frame.utterance, frame, measure_timing)
+                return await reach()
         except (asyncio.CancelledError, DeadlineError):
             raise  # the frame stays
         except BaseException:

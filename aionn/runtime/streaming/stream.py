@@ -32,7 +32,7 @@ import anyio.lowlevel
 import msgspec
 
 from aionn import trace
-from aionn.errors import CallerError, DeadlineError, ExecutionError, refuse_coroutine
+from aionn.errors import CallerError, DeadlineError, DeviceBusyError, ExecutionError, refuse_coroutine
 from aionn.hal.types import ErrorStatus
 from aionn.runtime.executing.arguments import Outputs
 from aionn.runtime.streaming.connection import BurstConnection
@@ -158,7 +158,7 @@ class Stream:
                 entry = self._entries[0]
                 try:
                     outputs = await entry.answer.wait()
-                except DeadlineError:
+                except (DeadlineError, DeviceBusyError):
                     if self._options.policy != "latest":
                         raise
                     outputs = None
