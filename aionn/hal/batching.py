@@ -97,6 +97,8 @@ def _checked_axes(axes: Any) -> tuple[tuple[str, int], ...]:
     )
     if not pairs or not right:
         raise CallerError(f"Batching: axes={axes!r}; give the axis of at least one input by its name, as in {{'input': 0, 'state': 1}}")
+    if len(dict(pairs)) < len(pairs):
+        raise CallerError(f"Batching: axes={axes!r} names an input twice; give one axis for each input")
     return tuple(sorted(pairs))
 
 

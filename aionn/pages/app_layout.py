@@ -41,7 +41,7 @@ NAME, DEVICE, STAGE, BURST, RUNTIME, TEXT_BYTES = 8, 16, 24, 32, 40, 64
 TEXTS = (NAME, DEVICE, STAGE, BURST, RUNTIME)
 FIRST_COUNTER, COUNTERS_END = 48, 96
 SENT, ANSWERED, COMPUTED, FAILED, COPIED_BYTES, DRIVER_BUSY_NS, LOST, DROPPED, CONNECTIONS, FELL_BACK = range(48, 58)
-LATE, REFUSED, DIED, HUNG, DROPPED_REPLACED, DROPPED_LATE, DROPPED_REJECTED = range(58, 65)
+LATE, REFUSED, DIED, HUNG, DROPPED_REPLACED, DROPPED_LATE, DROPPED_REJECTED, JOINED_RUNS, JOINED_ROWS = range(58, 67)
 CALL_TIMES, SERVICE_TIMES, AGES = 96, 192, 288
 
 COUNTERS: Mapping[str, int] = {
@@ -62,9 +62,11 @@ COUNTERS: Mapping[str, int] = {
     "dropped_replaced": DROPPED_REPLACED,
     "dropped_late": DROPPED_LATE,
     "dropped_rejected": DROPPED_REJECTED,
+    "joined_runs": JOINED_RUNS,
+    "joined_rows": JOINED_ROWS,
 }
 """Of the slots that count executions. `late` to `hung` are calls that ended with `DeadlineError`, `CallerError`, `DriverDiedError` and
-`DriverHungError`. `dropped` includes the three reasons behind it."""
+`DriverHungError`. `dropped` includes the three reasons behind it. Past bursts have what drivers have run with `batch=`, and its rows."""
 
 STARTS, EXITS, SIGNALS, HANGS, PROTOCOL_ENDS, CLOSED, HITS, MISSES, DECLINED, NO_CACHE, FAILED_COMPILES = range(48, 59)
 REASONS = 64

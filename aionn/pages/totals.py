@@ -275,6 +275,8 @@ MEASURES: Mapping[str, Measure] = {
     "frames_free": Measure("gauge", _CONNECTION, "Pieces of shared memory that are free for the next request."),
     "shared_memory_bytes": Measure("gauge", _CONNECTION, "Shared memory of bursts."),
     "copied_bytes": Measure("counter", _CONNECTION, "Bytes of inputs that were copied into shared memory."),
+    "joined_runs": Measure("counter", _CONNECTION, "Engine runs for bursts of compilations with `batch=`."),
+    "joined_rows": Measure("counter", _CONNECTION, "Rows in these runs. Divided by the runs: how many requests share one."),
     "compilations": Measure("counter", (*_DEVICE, "outcome", "reason"), "Compilations that ended, by what the cache had for them."),
     "compilation_seconds": Measure("histogram", _DEVICE, "Time that a compilation took, also from the cache."),
     "compiling": Measure("gauge", _DEVICE, "Compilations that are under way."),
@@ -450,6 +452,9 @@ def _add_executions(sums: Sums, slot: SlotView, runtime: str, model: str, burst:
     sums.add_times("device_seconds", where, slot.service_times, counters["driver_busy_ns"])
     on = where[:3]
     sums.add("copied_bytes", on, counters["copied_bytes"])
+    if counters["joined_runs"]:
+        sums.add("joined_runs", on, counters["joined_runs"])
+        sums.add("joined_rows", on, counters["joined_rows"])
     if slot.kind in (Kind.BURST, Kind.SINGLE):
         sums.add("in_flight", on, slot.in_flight)
         sums.add("bursts", on, slot.kind is Kind.BURST)

@@ -61,7 +61,7 @@ class BatchingState(NamedTuple):
 
     Attributes:
         allowed: whether the device may join requests.
-        reason: why it may not. Empty otherwise.
+        reason: why it may not, or why no rows are joined now: what larger runs have cost. Empty otherwise.
         axes: the axis of the rows of each input, by name. None: the input must be equal in all joined requests.
         most_rows: how many rows are joined at most now. 1 until larger runs have been measured, and where they do not pay.
         row_ms: the mean milliseconds of one row, by the size of the run: 1, 2, 4 and so on. Each stands for the sizes up to the next one.
@@ -152,6 +152,7 @@ class CompilationParts:
             await self.kept.aclose()
             for burst in bursts:
                 await burst.aclose()
+            self.bursts.count_joined()
             with bounded_shield(CLOSE_S):
                 await self.kept_model.store_tuned()
                 if self.compiled.serving is not None:
@@ -308,7 +309,11 @@ class Compilation(AsyncClosed):
         runs = serving.prepared.joined_runs()
         reason = "a joined run differed from one of its rows alone; the log has more" if runs is not None and runs.off else rows.reason
         row_ms = {1 << size: row_ns / 1e6 for size, row_ns in enumerate(() if runs is None else runs.size_row_ns) if row_ns}
-        return BatchingState(not reason, reason, dict(rows.inputs), 1 if runs is None else runs.most, row_ms)
+        most = 1 if runs is None else runs.most
+        why = reason
+        if not why and most == 1 and len(row_ms) > 1:
+            why = "; ".join(f"a row took {ms:.3g} ms in runs of {size}" for size, ms in row_ms.items())
+        return BatchingState(not reason, why, dict(rows.inputs), most, row_ms)
 
     def statistics(self) -> dict[str, Any]:
         """Return what the driver has run for the bursts of this compilation with `batch=`, since it prepared the model.

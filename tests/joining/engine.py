@@ -25,6 +25,8 @@ PROBE_RUNS = 16
 """Runs of `probing` are at most so many; orders begin afterwards."""
 SLOW = 500.0
 """A row with this value takes 0.2 s."""
+BAD = 700.0
+"""A row with this value fails, alone and beside others, as an index beyond a table does."""
 HELD = 600.0
 """A row with this value takes as long as the test wants: until the file AIONN_JOINED_RUNS with the suffix .go is there."""
 
@@ -49,6 +51,8 @@ class Doubled:
                 time.sleep(0.001)
         elif not probing:
             time.sleep(0.001)
+        if (x == BAD).any():
+            raise RuntimeError("this row cannot be computed")
         y = self._factor * x
         act = os.environ.get("AIONN_JOINED_ACT")
         if len(x) > 1 and not probing:

@@ -17,7 +17,7 @@ from onnx import TensorProto, helper
 
 import aionn
 from aionn.errors import DeadlineError, DriverDiedError
-from tests.joining.engine import HELD, NAME, SLOW
+from tests.joining.engine import BAD, HELD, NAME, SLOW
 
 pytestmark = pytest.mark.anyio
 
@@ -85,6 +85,36 @@ async def test_a_joined_run_that_fails_is_repeated_row_by_row_and_its_size_rests
         assert compilation.batching is not None
         assert compilation.batching.most_rows == 1
         assert [record.message for record in caplog.records if "a joined run of" in record.message] != []
+
+
+async def test_bad_inputs_of_a_caller_do_not_count_against_the_size(
+    rows_run: Callable[[], list[list[float]]], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two callers give rows that no run computes, all the time. The others get their answers, and go on to share runs."""
+    async with runtime_of() as runtime:
+        compilation = await runtime.compile(doubling(), devices=(NAME,), batch=aionn.Batching())
+        ends, refused = anyio.Event(), 0
+
+        async def bad() -> None:
+            nonlocal refused
+            while not ends.is_set():
+                with pytest.raises(aionn.ExecutionError, match="this row cannot be computed"):
+                    await compilation.compute({"x": row(BAD)})
+                refused += 1
+
+        with caplog.at_level(logging.WARNING):
+            await calls(compilation, 60)  # until sizes are known
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(bad)
+                tasks.start_soon(bad)
+                await calls(compilation, 40)
+                ends.set()
+        joined = [rows for rows in rows_run() if len(rows) > 1]
+        assert sum(BAD in rows for rows in joined) > 10  # it did not go alone
+        assert refused > 20
+        assert "a joined run of" not in caplog.text
+        assert compilation.batching is not None
+        assert compilation.batching.most_rows >= 4
 
 
 async def test_a_kernel_that_mixes_rows_later_is_found_and_turned_off(

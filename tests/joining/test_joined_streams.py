@@ -14,9 +14,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from onnx import TensorProto, helper
+from prometheus_client import CollectorRegistry
 
 import aionn
 from aionn.errors import DeadlineError, DeviceBusyError, ExecutionError
+from aionn.metrics import Collector
 from tests.real_models import carried
 
 pytestmark = pytest.mark.anyio
@@ -113,6 +115,31 @@ async def test_streams_with_states_in_the_driver_compute_what_each_computes_alon
         assert counted["rows"] == STREAMS * frames
         assert max(counted["by_rows"]) > 1  # how many more depends on the machine
         assert sum(counted["by_rows"].values()) == counted["runs"]
+
+
+async def test_joined_runs_are_seen_in_traces_and_metrics(silero: aionn.Model) -> None:
+    registry = CollectorRegistry()
+    with aionn.trace.record() as recording:
+        async with aionn.Runtime(start=(), name="listening") as runtime:
+            registry.register(Collector(runtime))
+            compilation = await runtime.compile(silero, devices=("onnxruntime",), threads=1, batch=BATCH, name="voice")
+
+            async def call(index: int) -> None:
+                await compilation.compute({"input": window(index, 0), "sr": RATE, "state": still()})
+
+            await until_joined(compilation, call)
+            for _ in range(2):
+                compilation._parts.bursts.count_joined()  # as once a second
+                await together([lambda index=index: call(index) for index in range(STREAMS)])  # type: ignore[misc]
+            counted = compilation.statistics()
+            await compilation.aclose()
+    where = {"runtime": "listening", "model": "voice", "device": "onnxruntime"}
+    found = [registry.get_sample_value(f"aionn_joined_{what}_total", where) for what in ("runs", "rows")]
+    assert found == [counted["runs"], counted["rows"]]
+    spans = [span.attributes for span in recording.spans if span.name == "driver.batch"]
+    assert {*spans[0]} >= {"rows", "waited_us", "gather_us", "run_us", "scatter_us"}
+    assert sum(int(span["rows"]) for span in spans) == counted["rows"] - counted["by_rows"][1]
+    assert all(0 <= int(span["waited_us"]) < 60_000_000 for span in spans)
 
 
 async def test_random_calls_with_deadlines_and_cancellations_get_right_answers_or_none(silero: aionn.Model) -> None:

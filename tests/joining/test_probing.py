@@ -171,6 +171,9 @@ def test_axes_are_named_or_found_and_mistakes_have_a_sentence() -> None:
         ({"tolerance": "loose"}, "tolerance='loose'; it is 'close' or 'exact'"),
         ({"axes": {}}, "axes={}; give the axis of at least one input"),
         ({"axes": {"x": -1}}, "give the axis of at least one input"),
+        ({"axes": (("x", 0), ("x", 1))}, "names an input twice; give one axis for each input"),
+        ({"max_waiting": 0}, "max_waiting=0; give a whole number from 1 to 1000000"),
+        ({"max_rows": np.float64(4)}, "give a whole number from 2 to 64"),
         ({"verify_every": 0}, "verify_every=0"),
     ],
 )
@@ -178,3 +181,9 @@ def test_a_wrong_batching_says_what_is_right(wrong: dict[str, Any], text: str) -
     with pytest.raises(CallerError, match="Batching: ") as refused:
         aionn.Batching(**wrong)
     assert text in str(refused.value)
+
+
+def test_whole_numbers_of_numpy_are_numbers() -> None:
+    batch = aionn.Batching(max_rows=np.int64(4), max_waiting=np.uint8(9))  # type: ignore[arg-type]
+    assert (type(batch.max_rows), batch.max_rows, batch.max_waiting) == (int, 4, 9)
+    assert batch == aionn.Batching(max_rows=4, max_waiting=9)

@@ -154,8 +154,14 @@ def test_devices_stages_and_caches(page: AppPage, registry: CollectorRegistry) -
 def test_every_metric_has_the_labels_of_the_table(page: AppPage, registry: CollectorRegistry) -> None:
     burst = page.slot(Kind.BURST, *TEXTS)
     fill(burst)
+    burst.add(app_layout.JOINED_RUNS, 4)
+    burst.add(app_layout.JOINED_ROWS, 32)
     fill_lasting(page)
     found = families(scrape(registry))
+    assert [value(list(found.values()), f"aionn_joined_{what}_total", runtime="shop", model="detector") for what in ("runs", "rows")] == [
+        4,
+        32,
+    ]
     assert {name.removeprefix("aionn_").removesuffix("_info") for name in found} == MEASURES.keys()
     kinds = {"counter": "counter", "gauge": "gauge", "histogram": "histogram", "info": "gauge"}
     for name, measure in MEASURES.items():

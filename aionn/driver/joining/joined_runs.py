@@ -31,6 +31,7 @@ from numpy.typing import NDArray
 
 from aionn import trace
 from aionn.burst.executors import Bound, result_of
+from aionn.burst.packets import decode_result, result_identity_datum
 from aionn.driver.engine_errors import sentence_of
 from aionn.driver.execution import BoundExecution, Held
 from aionn.driver.joining.sizes import Sizes
@@ -38,6 +39,7 @@ from aionn.driver.lanes import Lane
 from aionn.errors import AionnError, text_of
 from aionn.fmq import Lane as NativeLane
 from aionn.hal.batching import MOST_ROWS, Batching, RowAxes
+from aionn.hal.types import ErrorStatus
 from aionn.pages import layout as words_of
 
 logger = logging.getLogger("aionn.driver")
@@ -138,6 +140,7 @@ class Joining:
         """Run the request that a lane has taken, together with what has piled up. Return the answer of each."""
         execution: Any = first.execution
         sizes = self.sizes
+        taken_ns = time.monotonic_ns() if trace.active else 0
         if execution.kind and sizes.most > 1 and not self.off:
             most = self._most_by(native.deadline_ns)
             requests = most // execution.rows if execution.rows > 1 else most
@@ -145,7 +148,7 @@ class Joining:
                 until_ns = time.monotonic_ns() + 1000 * self._batching.max_wait_us if self._batching.max_wait_us else 0
                 more = native.join(requests - 1, self._expected_ns, until_ns)
                 if more:
-                    return self._run_all(lane, [first, *more])
+                    return self._run_all(lane, [first, *more], taken_ns)
         return self._run_alone(lane, first)
 
     def _most_by(self, deadline_ns: int) -> int:
@@ -163,13 +166,14 @@ class Joining:
         self._count(getattr(bound.execution, "rows", 1), time.monotonic_ns() - began_ns)
         return answer
 
-    def _run_all(self, lane: Lane, bounds: Sequence[Bound]) -> list[bytes]:
+    def _run_all(self, lane: Lane, bounds: Sequence[Bound], taken_ns: int) -> list[bytes]:
+        """Run these requests. `taken_ns`: when the lane took the first one, if that is traced."""
         answers: dict[int, bytes] = {}
         left = list(enumerate(bounds))
         while left:
             together, later = self._hold(lane, left, answers)
             if len(together) > 1:
-                self._run_together(lane, together, answers)
+                self._run_together(lane, together, answers, taken_ns)
             else:
                 for number, bound, held in together:
                     held.undo()
@@ -220,7 +224,7 @@ class Joining:
             together.append((number, bound, held))
         return together, later
 
-    def _run_together(self, lane: Lane, together: Sequence[tuple[int, Bound, Held]], answers: dict[int, bytes]) -> None:
+    def _run_together(self, lane: Lane, together: Sequence[tuple[int, Bound, Held]], answers: dict[int, bytes], taken_ns: int) -> None:
         began_ns = time.monotonic_ns()
         first = together[0][1]
         timed = first.measure_timing
@@ -246,7 +250,7 @@ class Joining:
                 raise _MixedError("a row of a joined run differs from the same row alone")
             verified_ns = time.monotonic_ns()
         except (Exception, SystemExit) as error:  # it may belong to any of the rows
-            self._repeat(lane, together, answers, error)
+            self._repeat(lane, together, rows, answers, error)
             return
         for index, (number, bound, held) in enumerate(together):
             execution: Any = bound.execution
@@ -269,6 +273,7 @@ class Joining:
                 began_ns,
                 ended_ns,
                 rows=rows,
+                waited_us=(began_ns - (taken_ns or began_ns)) // 1000,
                 gather_us=(gathered_ns - began_ns) // 1000,
                 run_us=(ran_ns - gathered_ns) // 1000,
                 scatter_us=(ended_ns - verified_ns) // 1000,
@@ -286,8 +291,10 @@ class Joining:
                 part[name] = array[(*(slice(None),) * axis, slice(index * each, (index + 1) * each))]
         return parts
 
-    def _repeat(self, lane: Lane, together: Sequence[tuple[int, Bound, Held]], answers: dict[int, bytes], error: BaseException) -> None:
-        """Run each row alone, because their joined run has failed."""
+    def _repeat(
+        self, lane: Lane, together: Sequence[tuple[int, Bound, Held]], rows: int, answers: dict[int, bytes], error: BaseException
+    ) -> None:
+        """Run each request alone, because their joined run has failed. It counts against the size only if none of them fails alone."""
         for _, _, held in together:
             held.undo()
         why = sentence_of(error) if isinstance(error, Exception) else text_of(error)
@@ -295,11 +302,15 @@ class Joining:
             self.off = self.off or text_of(error)
             self._words[words_of.JOIN_OFF], self._words[words_of.JOIN_MOST] = 1, 1
             logger.warning("device %r joins no more requests of this model, because %s", self._device, why)
-        else:
-            self.sizes.failed(len(together))
-            logger.warning("a joined run of %d requests failed (%s); each of them is run alone", len(together), why)
         for number, bound, _ in together:
             answers[number] = self._run_alone(lane, bound)
+        if isinstance(error, _MixedError):
+            return
+        if all(_succeeded(answers[number]) for number, _, _ in together):
+            self.sizes.failed(rows)
+            logger.warning("a joined run of %d rows failed (%s), but not each request alone; fewer rows are joined now", rows, why)
+        else:
+            logger.info("a joined run of %d rows failed (%s), and so did a request alone", rows, why)
 
     def _batch_of(self, lane: Lane, layout: Layout, requests: int) -> Batch:
         """Return the lane's arrays for so many requests. They are the same each time, so that an engine binds them once."""
@@ -347,6 +358,10 @@ class Joining:
 
 class _MixedError(Exception):
     """A joined run has shown that the rows of the model do not stay apart."""
+
+
+def _succeeded(answer: bytes) -> bool:
+    return decode_result(answer + result_identity_datum(0, 0)).result.status is ErrorStatus.NONE
 
 
 def _shared_of(layout: Layout, held: Held) -> list[bytes]:

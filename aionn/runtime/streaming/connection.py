@@ -27,7 +27,7 @@ from aionn.events import DropsSummary
 from aionn.fmq.thread_waits import ThreadWaits
 from aionn.hal.types import ExecutionPreference
 from aionn.memory.pool import FramePool, MemoryFrame
-from aionn.pages.app_layout import ANSWERED, CONNECTIONS, DROPPED, SENT, Kind
+from aionn.pages.app_layout import ANSWERED, CONNECTIONS, DROPPED, JOINED_ROWS, JOINED_RUNS, SENT, Kind
 from aionn.pages.app_page import BurstSlot
 from aionn.runtime.executing.admission import Admission
 from aionn.runtime.executing.arguments import Arguments, FrameLayout, Shapes
@@ -289,6 +289,11 @@ class Connections:
         self._slot = kept_model.session.page.slot(Kind.COMPILATION, kept_model.record.name, parent=kept_model.session.record.slot)
         self._bursts: list[tuple[str, BurstSlot, weakref.ref[BurstConnection]]] = []
         self._seen: dict[int, tuple[int, int]] = {}
+        self._joined: tuple[weakref.ref[Any] | None, int, int] = (
+            None,
+            0,
+            0,
+        )  # what a prepared model had run and its rows, when they were counted last
         kept_model.session.record.each_beat.append(weakref.WeakMethod(self._beat))
 
     def __iter__(self) -> Iterator[BurstConnection]:
@@ -307,6 +312,22 @@ class Connections:
                 frames = connection.executor.frames.count()
                 connection.session.page.gauge(connection.executor.counts, frames["shared_bytes"], frames["free_frames"])
         self._publish_drops()
+        self.count_joined()
+
+    def count_joined(self) -> None:
+        """Count what the driver has run with joined rows since the last call."""
+        serving = None if self.admission is None else self.kept_model.compiled.serving
+        joined = None if serving is None else serving.prepared.joined_runs()
+        if serving is None or joined is None:
+            return
+        before, runs, rows = self._joined
+        if before is None or before() is not serving.prepared:
+            runs = rows = 0
+        self._joined = weakref.ref(serving.prepared), joined.runs, joined.rows
+        session, name = self.kept_model.session, self.kept_model.record.name
+        past = session.page.past(Kind.PAST_BURSTS, name, serving.device, serving.stage, "", session.record.name)
+        past.add(JOINED_RUNS, max(0, joined.runs - runs))
+        past.add(JOINED_ROWS, max(0, joined.rows - rows))
 
     def _publish_drops(self) -> None:
         """Publish the drops since the last call, by the names of the bursts."""
