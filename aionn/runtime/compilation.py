@@ -112,6 +112,7 @@ class CompilationParts:
         """What runs a prepared model that does not serve yet."""
         if self._trials is None:
             self._trials = Executor(self.arguments, Frames(_TRIALS), None)
+            self.compiled.at_release.append(self._trials.frames.close)  # a burst that the app keeps may outlive this object
         return self._trials
 
     @property
@@ -173,8 +174,6 @@ class CompilationParts:
             self._starts.end()
         for burst in bursts:
             burst.end()
-        if self._trials is not None:
-            self._trials.frames.close()
         self.bursts.close()
 
     # --- stages and new models -----------------------------------------------------------------------------------------

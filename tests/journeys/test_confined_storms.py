@@ -7,6 +7,7 @@ import random
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +102,8 @@ class Storm:
         await self.busy.wait()
         await anyio.sleep(after_s)  # the random moment itself
         for pid in driver_pids():
-            os.kill(pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # a driver may also end by itself, as that of a rejected stage does
+                os.kill(pid, signal.SIGKILL)
             assert await ended(pid, GONE_WITHIN_S)
         scope.cancel()
 

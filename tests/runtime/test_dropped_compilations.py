@@ -191,6 +191,24 @@ async def test_stages_behind_a_kept_burst_end_and_its_use_is_counted(quick: Fake
     await burst.aclose()
 
 
+async def test_frames_of_a_comparison_behind_a_kept_burst_end(quick: FakeDevice, best: FakeDevice) -> None:
+    """The app keeps a burst, and its runtime is closed while two stages are compared. The frames of the comparison are freed with it."""
+    best.hang()
+    async with leak_check():
+        app = Dropped(runtime := aionn.Runtime(), await staged(await runtime.__aenter__(), MODEL, quick, best))
+        burst = await app.made.burst().__aenter__()
+        trials = app.made._parts.trials.frames
+        app.drop()
+        for number in range(10):  # so many warrant the better stage
+            await burst.compute(frame(number))
+        with anyio.fail_after(20):
+            await best.heard("run")
+        assert trials.count()["frames"] > 0
+        await runtime.aclose()
+        assert trials.count() == {"frames": 0, "free_frames": 0, "pinned_frames": 0, "shared_bytes": 0}
+    assert burst._connection.closed
+
+
 async def test_a_burst_that_outlives_its_compilation_keeps_working_until_then(fake: FakeDevice) -> None:
     async with leak_check():
         app = await made(fake)

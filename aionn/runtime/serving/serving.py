@@ -410,6 +410,7 @@ class CompiledModel:
         swaps: how many there have been.
         members: open bursts and device memories.
         abandoned: called when the compilation is closed, or has been collected.
+        at_release: called when the model is released, to free memory that no member owns. Each may be called again.
         on_failure: called when an execution of the app's was answered with an error, and when the driver has died under one; with the
             inputs if they are at hand.
         devices_for: gives the devices that may serve after a driver's death, the best first; or None for the same device.
@@ -427,6 +428,7 @@ class CompiledModel:
         self.sampling: Sampling | None = None
         self.members: weakref.WeakSet[Member] = weakref.WeakSet()
         self.abandoned: Callable[[], None] | None = None
+        self.at_release: list[Callable[[], None]] = []
         self.on_failure: Callable[[Serving, AionnError, Mapping[str, Any] | None], None] | None = None
         self.devices_for: Callable[[Serving], Sequence[str]] | None = None
         self.replaced: Callable[[Serving, Serving], None] | None = None
@@ -448,6 +450,8 @@ class CompiledModel:
     def release(self) -> None:
         """Free the model in the driver, without waiting."""
         self.cancel()
+        for free in self.at_release:
+            free()
         if self.serving is not None:
             self.serving.release()
 
