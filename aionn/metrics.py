@@ -26,9 +26,9 @@ except ImportError as error:
 
 from aionn.caching.outcomes import MissReason
 from aionn.errors import CallerError
+from aionn.loopless import leave_in_child
 from aionn.pages.app_layout import shown_text
 from aionn.pages.totals import MEASURES, OCTAVE_EDGES_S, Measure, OtherPages, OwnPage, Sums, Totals, octaves, seconds_in
-from aionn.tasks import leave_in_child
 
 if TYPE_CHECKING:
     from aionn.runtime.runtime import Runtime

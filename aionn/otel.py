@@ -28,9 +28,9 @@ from typing import TYPE_CHECKING, Any
 from aionn import trace
 from aionn.caching.outcomes import MissReason
 from aionn.errors import CallerError
+from aionn.loopless import ClosedByWith, checked_count
 from aionn.pages.app_layout import shown_text
 from aionn.pages.totals import MEASURES, Labels, Measure, OwnPage, Sums, Totals
-from aionn.tasks import ClosedByWith, checked_count
 
 try:
     from opentelemetry import context, metrics

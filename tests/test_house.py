@@ -11,7 +11,7 @@ HOUSE = Path(__file__).parent.parent / "aionn"
 
 # From the ground up. A room may use the rooms below its own floor, and its own package.
 FLOORS = (
-    {"_mapping", "cgroups", "errors", "escapes", "events", "file_ranges", "lazy", "memo", "needs", "tasks", "trace"},
+    {"_mapping", "cgroups", "errors", "escapes", "events", "file_ranges", "lazy", "loopless", "memo", "needs", "tasks", "trace"},
     {"hal"},
     {"caching", "memory", "graph", "pages", "sandbox"},
     {"fmq", "engines"},
@@ -25,8 +25,8 @@ FLOORS = (
     {"__main__"},
 )
 FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
-# Ground rooms may lean on each other, in this order: the first ones know nothing, tasks and needs know errors.
-GROUND_ORDER = ("_mapping", "cgroups", "escapes", "file_ranges", "lazy", "memo", "errors", "events", "needs", "trace", "tasks")
+# Ground rooms may lean on each other, in this order: the first ones know nothing, loopless, tasks and needs know errors.
+GROUND_ORDER = ("_mapping", "cgroups", "escapes", "file_ranges", "lazy", "memo", "errors", "events", "needs", "trace", "loopless", "tasks")
 
 IO_MODULES = {"anyio", "os", "socket", "mmap", "asyncio", "fcntl", "subprocess", "select", "selectors", "aiofiles"}
 SANS_IO = (

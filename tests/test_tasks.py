@@ -11,7 +11,8 @@ import anyio.lowlevel
 import pytest
 
 from aionn.errors import CallerError, DriverDiedError, again
-from aionn.tasks import Answer, bounded_shield, deadline_of, ungrouped
+from aionn.loopless import Answer, deadline_of
+from aionn.tasks import bounded_shield, ungrouped
 
 pytestmark = [pytest.mark.anyio, pytest.mark.both_loops]
 

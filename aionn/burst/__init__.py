@@ -12,9 +12,20 @@ A usual request passes none of these files. `fmq.Caller` sends it and settles it
 rest comes here: packets that come for the first time, deadlines that pass, freed memory, and the end.
 
 What a device that is written by hand needs is here, too. All other names come from their modules.
+
+A name is imported when it is first asked for, because the app's end needs neither the driver's end nor an event loop.
 """
 
-from aionn.burst.executors import DefaultBurstExecutorWithCache, IBoundExecution, IBurstExecutorWithCache, ILanes
-from aionn.burst.server import ExecutionBurstServer
+import typing as _typing
+
+from aionn.lazy import imported_when_asked as _imported_when_asked
+
+if _typing.TYPE_CHECKING:
+    from aionn.burst.executors import DefaultBurstExecutorWithCache, IBoundExecution, IBurstExecutorWithCache, ILanes
+    from aionn.burst.server import ExecutionBurstServer
 
 __all__ = ["DefaultBurstExecutorWithCache", "ExecutionBurstServer", "IBoundExecution", "IBurstExecutorWithCache", "ILanes"]
+
+if not _typing.TYPE_CHECKING:
+    _HOMES = dict.fromkeys(__all__, "aionn.burst.executors") | {"ExecutionBurstServer": "aionn.burst.server"}
+    __getattr__ = _imported_when_asked(__name__, _HOMES)

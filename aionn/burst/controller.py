@@ -13,11 +13,10 @@ Invariants
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from aionn import trace
 from aionn.burst.packets import (
@@ -33,10 +32,12 @@ from aionn.errors import AionnError, CallerError, DeadlineError, ExecutionError,
 from aionn.fmq import SOON, Caller, MessageQueue, QueueClosedError, QueueCorruptedError
 from aionn.fmq.thread_waits import Loop, ThreadWaits, Timer
 from aionn.hal.types import ErrorStatus, Result
+from aionn.loopless import leave_in_child, running_loop, seconds_until
 from aionn.memo import Memo
-from aionn.tasks import leave_in_child, running_loop, seconds_until
 
 if TYPE_CHECKING:
+    import asyncio
+
     from typing_extensions import Buffer
 
 _REMEMBERED = 256
@@ -48,7 +49,7 @@ Settled = Callable[[Result | None], None]
 Ask = Callable[[int, Callable[[bool], None]], None]
 """Asks the driver about the request with an identity. Calls back with whether the driver still has that request to answer."""
 
-Sent = tuple[Result, int] | asyncio.Future[tuple[Result, int] | None] | None
+Sent: TypeAlias = "tuple[Result, int] | asyncio.Future[tuple[Result, int] | None] | None"
 """What `Caller.send` returns: the answer, a future of it, or None."""
 
 
@@ -232,6 +233,8 @@ class ExecutionBurstController:
 
     async def wait_idle(self) -> None:
         """Wait until every request that has been sent, or waits for its turn, is settled. Only those requests bear the cost."""
+        import asyncio  # only a task of a loop waits here
+
         while (settled := self.caller.idle()) is not None:
             await asyncio.wait([settled])  # a caller that leaves does not cancel what others may wait for
 

@@ -36,7 +36,7 @@ from blake3 import blake3
 
 from aionn.caching.state import StateFolder, device_database, open_database, private_key, private_state, transaction
 from aionn.errors import CallerError
-from aionn.tasks import ClosedByWith
+from aionn.loopless import ClosedByWith
 
 _log = logging.getLogger("aionn.caching")
 _FORMAT = 1

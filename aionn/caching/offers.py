@@ -15,7 +15,7 @@ from typing import Protocol
 from aionn.hal.interfaces import PrepareOptions
 from aionn.hal.model import PooledModel
 from aionn.hal.types import CacheFiles
-from aionn.tasks import ClosedByWith
+from aionn.loopless import ClosedByWith
 
 
 def _ignore_words(words: str) -> None:

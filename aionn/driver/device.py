@@ -39,10 +39,11 @@ from aionn.hal.model import PooledModel
 from aionn.hal.options import NO_OPTIONS, EngineOptions, OptionValue
 from aionn.hal.types import BufferDesc, BufferRole, CacheFiles, DeviceType
 from aionn.hal.values import from_messages
+from aionn.loopless import seconds_until
 from aionn.memory.device_buffers import DeviceBuffers
 from aionn.memory.region import give_back, reserve
 from aionn.pages.page import DriverPage, Slot, private_slot
-from aionn.tasks import Tasks, seconds_until
+from aionn.tasks import Tasks
 
 if TYPE_CHECKING:
     from aionn.caching.blob_cache import BlobCache

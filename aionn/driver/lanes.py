@@ -46,8 +46,8 @@ from aionn.fmq import Lane as NativeLane
 from aionn.fmq import Lanes as NativeLanes
 from aionn.hal.engine import Executable
 from aionn.hal.types import ErrorStatus, Priority
+from aionn.loopless import Answer
 from aionn.pages.page import Slot
-from aionn.tasks import Answer
 
 T = TypeVar("T")
 

@@ -19,12 +19,12 @@ from aionn.hal.options import EngineOptions
 from aionn.hal.queues import MQDescriptor
 from aionn.hal.types import IMemory, MemoryDescription, MemoryKind
 from aionn.hal.values import from_messages
+from aionn.loopless import ClosedByWith
 from aionn.memory.descriptors import check_description, check_descriptor
 from aionn.memory.memory import Memory
 from aionn.memory.region import Access, MappingError, Region
 from aionn.remote.calls import CacheMessage, EngineOptionsMessage, Fd, LentMemory, ModelMessage, MQMessage, OptionsMessage
 from aionn.remote.connection import Descriptors
-from aionn.tasks import ClosedByWith
 
 
 class Received(ClosedByWith):

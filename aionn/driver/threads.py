@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
-from aionn.tasks import Answer
+from aionn.loopless import Answer
 
 logger = logging.getLogger("aionn.driver")
 

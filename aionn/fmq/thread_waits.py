@@ -14,7 +14,6 @@ Invariants
 
 from __future__ import annotations
 
-import asyncio
 import heapq
 import itertools
 import os
@@ -24,10 +23,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Generator
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
 from aionn.fmq._ring import wait_for
-from aionn.tasks import leave_in_child
+from aionn.loopless import leave_in_child
+
+if TYPE_CHECKING:
+    import asyncio
 
 T = TypeVar("T")
 
@@ -222,7 +224,7 @@ class ThreadWaits:
         self.close()
 
 
-Loop = asyncio.AbstractEventLoop | ThreadWaits
+Loop: TypeAlias = "asyncio.AbstractEventLoop | ThreadWaits"
 """What an object waits by."""
 
 

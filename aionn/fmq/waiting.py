@@ -13,13 +13,15 @@ The errors of a queue, beside `CallerError` and `DeadlineError`, stand here, too
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from aionn.errors import AionnError, CallerError, DeadlineError
-from aionn.tasks import running_loop
+from aionn.loopless import running_loop
+
+if TYPE_CHECKING:
+    import asyncio
 
 T = TypeVar("T")
 

@@ -37,9 +37,9 @@ from numpy.typing import NDArray
 
 from aionn.errors import CallerError, ExecutionError
 from aionn.hal.types import BufferDesc, BufferRole, ErrorStatus, Operand, RequestArgument
+from aionn.loopless import ClosedByWith
 from aionn.memory.device_buffer import DeviceBuffer
 from aionn.memory.domain import Dimensions, ModelInfo, Role, combine_for_buffer, combine_roles, full_shape, given
-from aionn.tasks import ClosedByWith
 
 _Held = tuple[DeviceBuffer, NDArray[np.uint8], tuple[int, ...]]
 """A buffer, its memory, and the shape of what lies there or is written there."""

@@ -31,9 +31,9 @@ from numpy.typing import NDArray
 
 from aionn.errors import CallerError
 from aionn.hal.types import MemoryDescription, MemoryKind, Operand, OperandType
+from aionn.loopless import ClosedByWith
 from aionn.memory.memory import HasFileno, Memory
 from aionn.memory.region import PROT_READ, PROT_WRITE, Region
-from aionn.tasks import ClosedByWith
 
 ImageFormat = Literal["blob", "rgb_888", "rgba_8888", "nv12", "yuv420", "gray8"]
 TensorLayout = Literal["NHWC", "NCHW"]

@@ -28,9 +28,9 @@ from numpy.typing import DTypeLike, NDArray
 
 from aionn.errors import CallerError
 from aionn.hal.types import MemoryDescription, MemoryKind, Operand
+from aionn.loopless import ClosedByWith
 from aionn.memory import limits
 from aionn.memory.region import PROT_READ, PROT_WRITE, Access, Region
-from aionn.tasks import ClosedByWith
 
 _MOST_BYTES = 2**63
 """More bytes than any file, memory or array has."""

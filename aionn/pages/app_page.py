@@ -23,13 +23,13 @@ import threading
 import time
 from collections.abc import Sequence
 
+from aionn.loopless import leave_in_child
 from aionn.pages import app_layout, layout
 from aionn.pages._page import BurstSlot as BurstSlot
 from aionn.pages._page import Trace, leave_page
 from aionn.pages.app_layout import Kind
 from aionn.pages.page import make_page, own_start_time, time_namespace_of
 from aionn.pages.trace_records import NAMED, notes_of
-from aionn.tasks import leave_in_child
 from aionn.trace.events import Counter, Span
 
 MOST_MODELS, MOST_BURSTS = 64, 256

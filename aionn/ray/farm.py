@@ -33,12 +33,12 @@ from aionn.fleet.artifact_store import ArtifactStore, statement_at
 from aionn.fleet.asking import PATIENCE_S, Pauses, ask_store, fetch_offer
 from aionn.fleet.models import object_size, put_model
 from aionn.fleet.requests import StoreError, open_address
+from aionn.loopless import call_soon_from_anywhere, checked_seconds
 from aionn.ray.flights import flights_actor
 from aionn.ray.needed import connected_ray, first_line, needed_ray
 from aionn.ray.orders import Order, OrderResult, OrderState, decode_state, encode
 from aionn.ray.resources import device_resources, resource_name
 from aionn.runtime.model import content_of
-from aionn.tasks import call_soon_from_anywhere, checked_seconds
 
 T = TypeVar("T")
 _log = logging.getLogger("aionn.ray")

@@ -39,7 +39,7 @@ from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 from aionn.errors import CallerError, again
-from aionn.tasks import checked_count
+from aionn.loopless import checked_count
 
 logger = logging.getLogger("aionn.ray")
 

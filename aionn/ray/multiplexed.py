@@ -20,13 +20,14 @@ from typing import Any, ClassVar
 
 import aionn
 from aionn.errors import CallerError, DriverDiedError
+from aionn.loopless import checked_seconds, deadline_of, time_left
 from aionn.ray.held import HeldModel
 from aionn.ray.holder import CLOSE_S, Holder, Inputs, compute_stream
 from aionn.ray.leases import ModelLeases
 from aionn.ray.models import ModelSpec, checked_specs, compile_model
 from aionn.ray.needed import needed_ray
 from aionn.runtime.executing.fallback import Retries
-from aionn.tasks import bounded_shield, checked_seconds, deadline_of, ending_by, time_left
+from aionn.tasks import bounded_shield, ending_by
 
 ModelsById = Mapping[str, Any] | Callable[[str], ModelSpec]
 

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from aionn.errors import CallerError
+from aionn.loopless import checked_count
 from aionn.ray.holder import GRACEFUL_SHUTDOWN_S, Holder
 from aionn.ray.models import checked_specs
 from aionn.ray.multiplexed import ModelsById, MultiplexedHolder, checked_ids
 from aionn.ray.needed import needed_ray
-from aionn.tasks import checked_count
 
 _PERIOD_S, _TIMEOUT_S = 0.5, 5.0
 _BUSY_SHARE = 0.7

@@ -19,11 +19,11 @@ from aionn.errors import CallerError, DeadlineError, DriverDiedError, ExecutionE
 from aionn.fmq.thread_waits import ThreadWaits, Timer, completed
 from aionn.hal.types import ErrorStatus
 from aionn.hal.values import as_messages
+from aionn.loopless import leave_in_child, seconds_until
 from aionn.remote.calls import HalCall, LogLine, Prepared
 from aionn.remote.connection import Connection, Descriptors
 from aionn.remote.control import ATTACHED, ControlError, Ready, Refused, error_of
 from aionn.remote.device import RemoteDevice, RemotePreparedModel
-from aionn.tasks import leave_in_child, seconds_until
 
 PATIENCE_S = 0.05
 """How long the runtime's reason for the end of a driver is waited for."""

@@ -26,7 +26,6 @@ Invariants
 from __future__ import annotations
 
 import array
-import asyncio
 import errno
 import os
 import resource
@@ -44,6 +43,7 @@ from aionn import trace
 from aionn.errors import AionnError, CallerError, DeadlineError, ExecutionError, again
 from aionn.fmq.thread_waits import Loop
 from aionn.hal.types import ErrorStatus
+from aionn.loopless import Answer, leave_in_child, running_loop
 from aionn.memory.descriptors import check_description, check_reserved
 from aionn.memory.region import Access, MappingError, Region
 from aionn.remote.calls import Fd, HalCall, LentMemory
@@ -66,7 +66,6 @@ from aionn.remote.control import (
     failure_of,
     no_fd,
 )
-from aionn.tasks import Answer, leave_in_child
 
 _CHUNK_BYTES = 256 * 1024
 _READS_PER_WAKE = 16
@@ -164,7 +163,7 @@ class ControlSocket:
         on_end: Callable[[Exception | None], None],
         loop: Loop | None = None,
     ) -> None:
-        self._loop = loop or asyncio.get_running_loop()
+        self._loop = loop or running_loop()
         sock.setblocking(False)
         self._socket = sock
         self._fd = sock.fileno()
@@ -388,7 +387,7 @@ class Connection:
         on_attach: Callable[[Attach, Descriptors], None] | None = None,
         loop: Loop | None = None,
     ) -> None:
-        self._loop = loop or asyncio.get_running_loop()
+        self._loop = loop or running_loop()
         self._calls: dict[int, _Calling[Any]] = {}
         self._last_id = 0
         self._ended_by: BaseException | None = None
@@ -436,7 +435,7 @@ class Connection:
             late = self._loop.call_later(max(0.0, (deadline_ns - time.monotonic_ns()) / 1e9), self._late, call_id)
         try:
             return await calling.answer.wait()
-        except asyncio.CancelledError:
+        except BaseException:  # the caller was cancelled, is late, or was interrupted by a signal
             if call_id in self._calls:
                 calling.answer.cancel()
                 self._channel.post(Cancel(call_id))
@@ -495,7 +494,6 @@ class Connection:
         calling = self._calls.get(call_id)
         if calling is not None:
             calling.answer.fail(DeadlineError("the driver's answer did not come by the deadline; the driver may still be busy with it"))
-            self._channel.post(Cancel(call_id))
 
     def post(self, body: HalCall[Any]) -> None:
         """Ask the peer without waiting, to give something back. The answer is dropped when it comes."""

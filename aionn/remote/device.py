@@ -9,7 +9,6 @@ replaced or changed since the compile has another digest, and the driver refuses
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import stat
@@ -28,6 +27,7 @@ from aionn.hal.options import NO_OPTIONS, CallOptions, EngineOptions
 from aionn.hal.queues import MQDescriptor
 from aionn.hal.types import KEYRING_NEEDED, BufferDesc, BufferRole, CacheFiles, Dependency, FencedResult, IMemory, Operand, Request, Result
 from aionn.hal.values import ValuesResult, as_messages, from_messages
+from aionn.loopless import Answer, running_loop
 from aionn.memory.memory import Memory
 from aionn.memory.region import Region
 from aionn.pages.layout import JoinedRuns
@@ -65,7 +65,6 @@ from aionn.remote.calls import (
 from aionn.remote.connection import Connection, Descriptors, Settled
 from aionn.remote.control import ControlError, Ready
 from aionn.remote.fences import check_fence, signal_fence
-from aionn.tasks import Answer, run_in_thread
 
 
 async def open_files(options: EngineOptions) -> Sequence[int]:
@@ -74,6 +73,8 @@ async def open_files(options: EngineOptions) -> Sequence[int]:
     Raises:
         CallerError: a file cannot be opened any more.
     """
+    from aionn.tasks import run_in_thread  # a client without a loop prepares nothing, so it needs no threads
+
     return await run_in_thread(_open_all, {name: str(options[name]) for name in options.files}, undo=close_files)
 
 
@@ -189,6 +190,7 @@ class RemoteDevice:
         if cache is None:
             return await self._compile(model, options, None)
         from aionn.caching.store.directory import close_handles, open_again  # only caching needs it
+        from aionn.tasks import run_in_thread
 
         opened = await run_in_thread(open_again, cache, undo=close_handles)
         try:
@@ -396,6 +398,7 @@ class RemotePreparedModel:
             outcome, _ = await self.device.connection.call(ExportAgain(self.number, None))
             return outcome
         from aionn.caching.store.directory import close_handles, open_again
+        from aionn.tasks import run_in_thread
 
         opened = await run_in_thread(open_again, cache, undo=close_handles)
         try:
@@ -453,7 +456,7 @@ class RemotePreparedModel:
     ) -> FencedResult:
         """Execute as the HAL says. Where the driver does not answer, this side signals a failure."""
         check_fence(fence)
-        answer: Answer[Found] = Answer(asyncio.get_running_loop())
+        answer: Answer[Found] = Answer(running_loop())
         found: Found = CallerError("the execution was cancelled by its caller")
         stop: Callable[[], None] | None = None
         try:

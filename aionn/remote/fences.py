@@ -11,18 +11,22 @@ Invariants
 
 from __future__ import annotations
 
-import asyncio
 import os
 import select
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 from aionn.burst.executors import result_of
 from aionn.errors import AionnError, CallerError, DeadlineError, DriverDiedError, DriverHungError, ExecutionError
 from aionn.fmq.descriptors import is_eventfd
 from aionn.hal.interfaces import IBuffer, IPreparedModel
 from aionn.hal.types import NO_TIMING, UNKNOWN_TIME_US, Dependency, ErrorStatus, FencedResult, IMemory, Request, Result, Timing
+from aionn.loopless import running_loop
+
+if TYPE_CHECKING:
+    import asyncio
 
 SUCCESS = 1
 FAILURE = 2**32
@@ -133,7 +137,7 @@ class Waits:
             return pending
         if not pending:
             return None
-        loop = asyncio.get_running_loop()
+        loop = running_loop()
         over: asyncio.Future[int | None] = loop.create_future()
         watched: set[int] = set()
 

@@ -23,6 +23,7 @@ from aionn.graph.steps import Step
 from aionn.hal.model import PooledModel
 from aionn.hal.options import CallOptions
 from aionn.hal.types import ExecutionPreference, Priority
+from aionn.loopless import AsyncClosed, checked_count, checked_name, deadline_of
 from aionn.runtime.executing.arguments import Arguments, Outputs
 from aionn.runtime.executing.control import execution_of, fixed_route, frames_refusal
 from aionn.runtime.executing.device_buffers import DeviceRoles, ModelRoles, roles_of
@@ -39,7 +40,7 @@ from aionn.runtime.session import Session
 from aionn.runtime.streaming.burst import Burst, burst_over
 from aionn.runtime.streaming.connection import BurstConnection, Connections
 from aionn.runtime.streaming.kept_burst import KeptBurst
-from aionn.tasks import AsyncClosed, bounded_shield, checked_count, checked_name, deadline_of, ending_by
+from aionn.tasks import bounded_shield, ending_by
 
 if TYPE_CHECKING:  # most apps make no stages, and start no executions
     from aionn.memory.memory import HasFileno

@@ -32,9 +32,10 @@ from aionn.graph.files import Beside, Home, OpenFile, changed, open_model
 from aionn.graph.opaque import opaque_model
 from aionn.hal import model as hal_model
 from aionn.hal.types import IMemory, Operand
+from aionn.loopless import running_loop
 from aionn.memory.memory import Memory, whole_of
 from aionn.memory.region import PROT_READ, FileMemory, Region
-from aionn.tasks import in_thread, running_loop
+from aionn.tasks import in_thread
 
 if TYPE_CHECKING:
     from aionn.graph.digest import ModelFile

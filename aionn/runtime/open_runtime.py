@@ -28,6 +28,7 @@ from aionn.hal.interfaces import PrepareOptions
 from aionn.hal.model import PooledModel, known_token
 from aionn.hal.types import CACHE_TOKEN_BYTES, MAX_INSTANCES, MAX_THREADS, ExecutionPreference, Priority
 from aionn.hal.values import outside_frames
+from aionn.loopless import checked_count, checked_name, checked_seconds, deadline_of, seconds_until
 from aionn.runtime.compilation import Compilation, CompilationParts
 from aionn.runtime.health import HealthPolicy
 from aionn.runtime.health_watch import HealthWatch
@@ -41,7 +42,7 @@ from aionn.runtime.processes.template import end_idle, leave_template
 from aionn.runtime.record import READING, CompilationRecord, Progress, Record, Unwatched, checked_on_event, current
 from aionn.runtime.session import Session
 from aionn.runtime.tracing import begin_environment, end_environment, write_environment
-from aionn.tasks import OwnedTasks, bounded_shield, checked_count, checked_name, checked_seconds, deadline_of, end_threads, seconds_until
+from aionn.tasks import OwnedTasks, bounded_shield, end_threads
 
 if TYPE_CHECKING:  # most apps make no stages
     from aionn.runtime.staging.stage import StagePolicy

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 
 from aionn.engines.installed import with_descriptors
 from aionn.errors import CallerError
+from aionn.loopless import AsyncOnly, checked_count, checked_name, checked_seconds, deadline_of, is_ours, running_loop
 from aionn.runtime.processes.spawning import (
     DEFAULT_HANG_S,
     Settings,
@@ -31,16 +32,7 @@ from aionn.runtime.processes.spawning import (
     end_early,
     spawn_early,
 )
-from aionn.tasks import (
-    AsyncOnly,
-    checked_count,
-    checked_name,
-    checked_seconds,
-    deadline_of,
-    ending_by,
-    is_ours,
-    running_loop,
-)
+from aionn.tasks import ending_by
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -11,10 +11,11 @@ import weakref
 from asyncio import _get_running_loop  # as in `burst`
 
 from aionn.errors import CallerError
+from aionn.loopless import running_loop
 from aionn.runtime.processes.devices import Devices
 from aionn.runtime.record import Record
 from aionn.runtime.serving.serving import CompiledModel
-from aionn.tasks import OwnedTasks, running_loop
+from aionn.tasks import OwnedTasks
 
 
 class Session:

@@ -24,10 +24,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aionn.errors import CallerError
+from aionn.loopless import checked_count, checked_seconds
 from aionn.runtime.streaming.burst import Burst
 from aionn.runtime.streaming.item import Item
 from aionn.sources import SourceError
-from aionn.tasks import checked_count, checked_seconds
 
 try:
     import av

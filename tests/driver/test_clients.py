@@ -17,11 +17,11 @@ import aionn
 from aionn.errors import CallerError
 from aionn.hal.interfaces import PrepareOptions
 from aionn.hal.types import BufferDesc, BufferRole
+from aionn.loopless import Answer, running_loop
 from aionn.remote.calls import Fd, FreeBuffer, Prepared, ReleasePreparedModel
 from aionn.remote.connection import Connection, Descriptors
 from aionn.remote.control import ATTACHED, Attach, ControlError, Ready, Refused
 from aionn.remote.device import RemoteDevice, RemotePreparedModel
-from aionn.tasks import Answer, running_loop
 from aionn.testing import FakeDevice, identity_model
 from aionn.testing.fake_engine import FakeEngine
 from tests.remote.frames import HEADER, decode

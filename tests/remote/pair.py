@@ -13,11 +13,11 @@ from aionn.driver import EngineDevice
 from aionn.driver.service import DeviceService
 from aionn.errors import DriverDiedError
 from aionn.hal.engine import Engine
+from aionn.loopless import Answer, running_loop
 from aionn.remote.calls import HalCall
 from aionn.remote.connection import Connection, Descriptors
 from aionn.remote.control import Ready, Refused
 from aionn.remote.device import RemoteDevice
-from aionn.tasks import Answer, running_loop
 
 
 @asynccontextmanager

@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 
 import aionn
 from aionn.hal import ErrorStatus
+from aionn.loopless import call_soon_from_anywhere
 from aionn.runtime.streaming import item as source_module
 from aionn.runtime.streaming.stream import CLOSE_S
-from aionn.tasks import call_soon_from_anywhere
 from aionn.testing import FakeDevice, identity_model
 
 pytestmark = pytest.mark.anyio

@@ -42,7 +42,7 @@ from aionn.asgi.requests import RETRY_AFTER_S
 from aionn.asgi.served import Models
 from aionn.errors import AionnError
 from aionn.hal.types import UNKNOWN_TIME_US, Operand, OperandType
-from aionn.tasks import checked_count
+from aionn.loopless import checked_count
 
 BODY_S = 60.0
 """A body that has not arrived after so many seconds is refused, so a client that stalls holds nothing for longer."""

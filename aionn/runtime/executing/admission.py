@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, TypeVar
 
 from aionn.errors import DeviceBusyError
-from aionn.tasks import deadline_of
+from aionn.loopless import deadline_of
 
 if TYPE_CHECKING:
     from aionn.hal.batching import Batching

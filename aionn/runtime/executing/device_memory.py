@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from aionn import trace
 from aionn.errors import AionnError, CallerError
 from aionn.hal.types import Operand, OperandType
+from aionn.loopless import AsyncClosed, deadline_of
 from aionn.memory.hardware_buffer import HardwareBuffer
 from aionn.memory.memory import Memory
 from aionn.memory.region import Region
@@ -25,7 +26,7 @@ from aionn.runtime.executing.arguments import as_array
 from aionn.runtime.executing.device_buffers import BufferPair, DeviceRoles
 from aionn.runtime.executing.device_state import DeviceState, Holding
 from aionn.runtime.preparing.kept_model import KeptModel
-from aionn.tasks import AsyncClosed, deadline_of, ending_by
+from aionn.tasks import ending_by
 
 CLOSE_S = 2.0
 """The driver is given this long to finish what uses a memory that is closed, and to free it. It frees it later all the same."""

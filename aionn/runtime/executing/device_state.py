@@ -21,13 +21,13 @@ from typing import TYPE_CHECKING
 
 from aionn.errors import CallerError, ExecutionError, again
 from aionn.hal.types import ErrorStatus
+from aionn.loopless import call_soon_from_anywhere
 from aionn.memory.memory import Memory
 from aionn.memory.region import Region
 from aionn.remote.device import RemoteBuffer
 from aionn.runtime.executing.device_buffers import BufferPair, losing, lost_with
 from aionn.runtime.serving.serving import NotNowError, Rest, Serving
 from aionn.runtime.session import Session
-from aionn.tasks import call_soon_from_anywhere
 
 if TYPE_CHECKING:
     from aionn.runtime.serving.planned_model import Prepared

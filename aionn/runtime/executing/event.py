@@ -18,10 +18,10 @@ from typing import Any
 from aionn import trace
 from aionn.errors import CallerError, ExecutionError, again
 from aionn.hal.types import ErrorStatus, Timing
+from aionn.loopless import running_loop
 from aionn.memory.limits import allocation_error
 from aionn.remote.fences import make_fence, signal_fence
 from aionn.runtime.executing.arguments import Outputs
-from aionn.tasks import running_loop
 
 logger = logging.getLogger("aionn.runtime")
 

@@ -38,6 +38,7 @@ from aionn.caching.outcomes import CacheOutcome
 from aionn.errors import AionnError, CallerError, DeadlineError, DeviceMemoryLostError, DriverDiedError, ExecutionError
 from aionn.hal.model import PooledModel
 from aionn.hal.types import DeviceType, Result
+from aionn.loopless import checked_count, deadline_of, seconds_until
 from aionn.remote.device import RemoteBuffer
 from aionn.runtime.executing.arguments import Outputs
 from aionn.runtime.executing.control import execution_of, fixed_route
@@ -50,7 +51,6 @@ from aionn.runtime.record import Progress, about
 from aionn.runtime.serving.planned_execution import StepFailure
 from aionn.runtime.serving.planned_model import PlannedModel
 from aionn.runtime.serving.serving import CompiledModel, NotNowError, Serving
-from aionn.tasks import checked_count, deadline_of, seconds_until
 
 __all__ = ["Retries", "retried"]
 

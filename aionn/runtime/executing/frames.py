@@ -19,11 +19,10 @@ Invariants
 
 from __future__ import annotations
 
-import asyncio
 from collections import deque
 from collections.abc import Callable, Container, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,10 +30,13 @@ from numpy.typing import NDArray
 from aionn.errors import CallerError, DeadlineError, MemoryAllocationError, again
 from aionn.fmq.thread_waits import Loop, ThreadWaits, Timer, Waited
 from aionn.hal.types import IMemory
+from aionn.loopless import running_loop, seconds_until
 from aionn.memory.pool import FramePool, FramesInFlightError, MemoryFrame
 from aionn.memory.region import Region
 from aionn.runtime.executing.arguments import FrameLayout, as_array
-from aionn.tasks import seconds_until
+
+if TYPE_CHECKING:
+    import asyncio
 
 TRIM_S = 2.0
 """A pool is trimmed so many seconds after it has grown, and again as long as the app holds its frames."""
@@ -58,7 +60,7 @@ class Frames:
             in_flight: so many frames of each size may be pinned while requests are in flight. The app may hold more.
             waits: what its callers wait by, if that is not the running loop.
         """
-        self.loop: Loop = waits or asyncio.get_running_loop()
+        self.loop: Loop = waits or running_loop()
         self._in_flight = in_flight
         self.waiting: dict[FramePool, deque[asyncio.Future[MemoryFrame] | Waited[MemoryFrame]]] = {}
         self._pools: dict[int, FramePool] = {}  # by the size of their frames, the least recently used first
@@ -171,7 +173,7 @@ class Frames:
         pool.tell_returns(partial(self._serve, pool))
         try:
             return await waiter
-        except asyncio.CancelledError:
+        except BaseException:
             if waiter.done() and not waiter.cancelled() and waiter.exception() is None:
                 pool.unpin(waiter.result())  # it came in the same turn of the loop
             raise

@@ -28,6 +28,7 @@ from aionn.burst.packets import DATUM_BYTES, PoolReference, encode_request_body,
 from aionn.errors import AionnError, CallerError
 from aionn.fmq import SOON, MessageQueue
 from aionn.hal.types import Result
+from aionn.loopless import call_soon_from_anywhere
 from aionn.memory.pool import MemoryFrame
 from aionn.pages.app_layout import DRIVER_BUSY_NS
 from aionn.pages.app_page import BurstSlot
@@ -37,7 +38,7 @@ from aionn.runtime.executing.execution import Execution
 from aionn.runtime.executing.frames import Frames
 from aionn.runtime.executing.placement import Placement
 from aionn.runtime.serving.serving import CompiledModel, Serving
-from aionn.tasks import bounded_shield, call_soon_from_anywhere
+from aionn.tasks import bounded_shield
 
 if TYPE_CHECKING:
     from aionn.runtime.serving.planned_execution import PlannedExecution

@@ -23,6 +23,7 @@ from aionn.errors import CallerError, DeadlineError, DriverDiedError
 from aionn.hal.model import label
 from aionn.hal.options import CallOptions
 from aionn.hal.types import ErrorStatus, FencedResult, Result
+from aionn.loopless import deadline_of, seconds_until
 from aionn.memory.pool import FramePool, FramesInFlightError, MemoryFrame
 from aionn.pages.app_layout import FAILED
 from aionn.remote.device import Fenced, Found, RemotePreparedModel
@@ -37,7 +38,6 @@ from aionn.runtime.executing.placement import check_outputs, is_placed, states_o
 from aionn.runtime.executing.transitions import LEFT, PLACE, SEND, SETTLE, WAITING
 from aionn.runtime.preparing.kept_model import KeptModel
 from aionn.runtime.serving.serving import Serving
-from aionn.tasks import deadline_of, seconds_until
 
 IN_FLIGHT = 64
 """So many started executions of one compilation may be pending. It bounds their frames and descriptors."""

@@ -19,12 +19,13 @@ from aionn.errors import CallerError, ExecutionError
 from aionn.hal.model import PooledModel
 from aionn.hal.options import CallOptions
 from aionn.hal.types import MAX_INSTANCES, Operand
+from aionn.loopless import checked_count
 from aionn.runtime.executing.arguments import Arguments, check_mapping
 from aionn.runtime.executing.control import control_route, execution_of
 from aionn.runtime.executing.execution import Call, Executor
 from aionn.runtime.executing.frames import Frames
 from aionn.runtime.preparing.kept_model import KeptModel
-from aionn.tasks import checked_count, each
+from aionn.tasks import each
 
 _WAY_OUT = "give inputs that the model takes with compilation.warm_up(inputs=...)"
 

@@ -41,13 +41,14 @@ from aionn.hal.model import PooledModel
 from aionn.hal.options import decode_options
 from aionn.hal.trust import decode_keyring
 from aionn.hal.types import Priority
+from aionn.loopless import seconds_until
 from aionn.remote.device import RemoteDevice, RemotePreparedModel
 from aionn.runtime.model import adopt as take_operands
 from aionn.runtime.preparing.compile_acts import Missed, bound, digested, refusal_from, refusal_of, wants_lanes
 from aionn.runtime.preparing.options import may_name_file
 from aionn.runtime.processes.devices import Devices
 from aionn.runtime.record import ASKING_BACKEND, LOADING, about, current
-from aionn.tasks import in_time, run_in_thread, seconds_until
+from aionn.tasks import in_time, run_in_thread
 
 logger = logging.getLogger("aionn.runtime")
 

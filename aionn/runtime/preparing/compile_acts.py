@@ -43,11 +43,12 @@ from aionn.file_ranges import until
 from aionn.hal.interfaces import CacheHandles, PrepareOptions
 from aionn.hal.model import OPAQUE, Operation, PooledModel, known_token
 from aionn.hal.types import MAX_CACHE_FILES, NO_LANES
+from aionn.loopless import seconds_until
 from aionn.remote.device import RemoteDevice, RemotePreparedModel
 from aionn.runtime.model import Source, adopt, is_read, source_of
 from aionn.runtime.processes.devices import Devices
 from aionn.runtime.record import ASKING, COMPILING, LOADING, READING, CompilationRecord, about, current
-from aionn.tasks import in_time, seconds_until
+from aionn.tasks import in_time
 
 
 class CacheChoice(msgspec.Struct, frozen=True):

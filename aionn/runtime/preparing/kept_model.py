@@ -53,6 +53,7 @@ from aionn.errors import (
 from aionn.graph.steps import Step
 from aionn.hal.model import PooledModel
 from aionn.hal.types import Priority
+from aionn.loopless import call_soon_from_anywhere, seconds_until
 from aionn.remote.device import RemotePreparedModel
 from aionn.runtime.preparing.compile_acts import CompileRequest
 from aionn.runtime.preparing.plan import prepare_on_best
@@ -60,7 +61,6 @@ from aionn.runtime.preparing.preparation import Found, check_kept
 from aionn.runtime.record import Cause, Progress
 from aionn.runtime.serving.serving import CompiledModel, Rest, Serving
 from aionn.runtime.session import Session
-from aionn.tasks import call_soon_from_anywhere, seconds_until
 
 if TYPE_CHECKING:
     from aionn.runtime.serving.planned_model import Prepared

@@ -37,7 +37,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from aionn.caching.private_folder import remove_folder
-from aionn.tasks import leave_in_child, running_loop
+from aionn.loopless import leave_in_child, running_loop
 
 if TYPE_CHECKING:
     import asyncio

@@ -29,10 +29,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from aionn.caching.private_folder import name_folder, remove_folder, user_state_directory
 from aionn.engines.installed import BUILT_IN, Homes, installed_engines, not_installed
 from aionn.errors import CallerError, DeviceUnavailableError
+from aionn.loopless import leave_in_child
 from aionn.remote.orders import CONTROL_FD, COUNTER_FD, LEAVES_TEMPLATE, PAGE_FD, POOL_SIZES, SOCKET_FD, SPACES
 from aionn.runtime.processes.child import Output, output_pipe
 from aionn.runtime.processes.template import Template, end_child, end_unused, new_template, template_of_thread
-from aionn.tasks import leave_in_child
 
 if TYPE_CHECKING:
     from aionn.needs import Needs

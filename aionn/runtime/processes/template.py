@@ -30,8 +30,8 @@ from contextlib import suppress
 from typing import Protocol
 
 from aionn.errors import CallerError
+from aionn.loopless import leave_in_child, running_loop
 from aionn.remote.orders import MADE, NUMBER_OF_LAST, OWN_NUMBER, PAGE_BYTES, READY, encode_order, may_differ
-from aionn.tasks import leave_in_child, running_loop
 
 logger = logging.getLogger("aionn.driver")
 

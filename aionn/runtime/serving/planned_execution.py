@@ -36,11 +36,11 @@ from aionn.hal.types import (
     Result,
     Timing,
 )
+from aionn.loopless import seconds_until
 from aionn.memory.region import Region
 from aionn.memory.requests import Extent, check_homes, check_request
 from aionn.remote.device import RemoteBuffer, RemotePreparedModel
 from aionn.runtime.serving.boundaries import BoundaryLayouts, KnownShapes, Wiring
-from aionn.tasks import seconds_until
 
 Pool = IMemory | RemoteBuffer
 Shape = tuple[int, ...]

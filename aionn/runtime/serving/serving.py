@@ -44,7 +44,8 @@ from aionn import trace
 from aionn.errors import AionnError, CallerError, DeadlineError, again
 from aionn.hal.model import PooledModel
 from aionn.hal.types import Result
-from aionn.tasks import Tasks, each, seconds_until
+from aionn.loopless import seconds_until
+from aionn.tasks import Tasks, each
 
 if TYPE_CHECKING:
     from aionn.runtime.serving.planned_model import Prepared

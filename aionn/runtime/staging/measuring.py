@@ -46,12 +46,13 @@ from numpy.typing import NDArray
 from aionn import trace
 from aionn.errors import AionnError, DeadlineError
 from aionn.hal.model import PooledModel
+from aionn.loopless import deadline_of
 from aionn.runtime.executing.arguments import as_array
 from aionn.runtime.executing.placement import contents_of
 from aionn.runtime.preparing.compile_acts import CompileRequest
 from aionn.runtime.processes.devices import Devices
 from aionn.runtime.serving.serving import CompiledModel, Serving
-from aionn.tasks import deadline_of, ungrouped
+from aionn.tasks import ungrouped
 
 Inputs = Mapping[str, NDArray[Any]]
 Run = Callable[[Serving, Inputs, int | None], Awaitable[Mapping[str, NDArray[Any]]]]

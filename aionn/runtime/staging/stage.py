@@ -15,9 +15,9 @@ import numpy as np
 
 from aionn import trace
 from aionn.errors import CallerError
+from aionn.loopless import checked_count
 from aionn.runtime.record import LOADING
 from aionn.runtime.staging.comparing import Comparison, Tolerance
-from aionn.tasks import checked_count
 
 if TYPE_CHECKING:
     from aionn.caching.offers import CompileBackend

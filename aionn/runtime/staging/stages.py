@@ -35,6 +35,7 @@ from aionn.caching import CacheOutcomeKind
 from aionn.caching.store import Hit
 from aionn.engines.processor import run_threads
 from aionn.errors import AionnError, CallerError, CompilationError, DeadlineError, DriverDiedError, DriverHungError, StageRejected
+from aionn.loopless import checked_seconds, deadline_of
 from aionn.runtime.preparing import background
 from aionn.runtime.preparing.background import version_of
 from aionn.runtime.preparing.compile_acts import CompileRequest, load, wanted_of
@@ -51,7 +52,7 @@ from aionn.runtime.staging.measuring import RUN_TIMEOUT_S, Inputs, Samples, Targ
 from aionn.runtime.staging.stage import Stage, StagePolicy, compiles_here, decided, enter_state, enter_step, reported_stage
 from aionn.runtime.staging.verdicts import Verdicts
 from aionn.runtime.staging.way_back import WayBack
-from aionn.tasks import bounded_shield, checked_seconds, deadline_of, in_time, ungrouped
+from aionn.tasks import bounded_shield, in_time, ungrouped
 
 PER_S = 7 * 86400.0
 """The period in which executions count."""

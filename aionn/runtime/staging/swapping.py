@@ -19,6 +19,7 @@ from typing import Any
 
 from aionn.errors import AionnError, CallerError, CompilationError, DeadlineError
 from aionn.hal.model import PooledModel
+from aionn.loopless import deadline_of
 from aionn.runtime.preparing import background
 from aionn.runtime.preparing.compile_acts import CacheChoice, digested, read
 from aionn.runtime.preparing.kept_model import KeptModel
@@ -27,7 +28,6 @@ from aionn.runtime.serving.serving import CompiledModel, NotNowError, Serving
 from aionn.runtime.staging.measuring import RUN_TIMEOUT_S, Inputs, Run, Samples, guessed_inputs, samples_of
 from aionn.runtime.staging.stage import Stage, StagePolicy
 from aionn.runtime.staging.stages import Staging, stages_after
-from aionn.tasks import deadline_of
 
 _TRIES = 5
 """How often a swap is tried that comes at a wrong moment."""

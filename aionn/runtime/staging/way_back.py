@@ -26,12 +26,12 @@ import numpy as np
 from aionn import trace
 from aionn.errors import AionnError, OutputInsufficientSizeError
 from aionn.hal.types import ErrorStatus
+from aionn.loopless import deadline_of
 from aionn.runtime.executing.arguments import as_array
 from aionn.runtime.record import about
 from aionn.runtime.serving.planned_model import Prepared
 from aionn.runtime.serving.serving import CompiledModel, NotNowError, Serving
 from aionn.runtime.staging.measuring import RUN_TIMEOUT_S, Inputs, Run
-from aionn.tasks import deadline_of
 
 logger = logging.getLogger("aionn.stages")
 

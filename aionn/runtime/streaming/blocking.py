@@ -30,6 +30,7 @@ from aionn import trace
 from aionn.errors import AionnError, CallerError, DeadlineError, ExecutionError, again
 from aionn.fmq.thread_waits import ThreadWaits, completed
 from aionn.hal.types import Result
+from aionn.loopless import call_soon_from_anywhere, seconds_until
 from aionn.pages.app_layout import SENT, Kind
 from aionn.remote.attached import AttachedDriver, ModelGoneError
 from aionn.remote.device import RemotePreparedModel
@@ -42,7 +43,6 @@ from aionn.runtime.serving.serving import Change, CompiledModel, Rest, Serving
 from aionn.runtime.session import Session
 from aionn.runtime.streaming.burst import burst_over
 from aionn.runtime.streaming.connection import BurstConnection, Connections, trace_of
-from aionn.tasks import call_soon_from_anywhere, seconds_until
 
 T = TypeVar("T")
 

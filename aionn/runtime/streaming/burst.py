@@ -21,6 +21,7 @@ from aionn.burst.controller import ExecutionBurstController, Sent
 from aionn.errors import CallerError, MemoryAllocationError
 from aionn.hal.options import CallOptions
 from aionn.hal.types import ErrorStatus, Result
+from aionn.loopless import AsyncOnly, deadline_of
 from aionn.memory.pool import FramesInFlightError, MemoryFrame
 from aionn.pages.app_layout import COMPUTED, CONNECTIONS, COPIED_BYTES, DRIVER_BUSY_NS, DROPPED, FAILED, FELL_BACK
 from aionn.runtime.executing.arguments import FrameLayout, Outputs, check_mapping
@@ -31,7 +32,6 @@ from aionn.runtime.executing.link import Link, plain_body
 from aionn.runtime.streaming import stream
 from aionn.runtime.streaming.connection import BurstConnection
 from aionn.runtime.streaming.frame import Frame, begin_from_thread, lease_of, leases_here, placed_in
-from aionn.tasks import AsyncOnly, deadline_of
 
 _NONE = ErrorStatus.NONE  # each look into an enumeration costs as much as a small copy
 

@@ -26,6 +26,7 @@ from aionn.errors import AionnError, CallerError, DeadlineError, again
 from aionn.events import DropsSummary
 from aionn.fmq.thread_waits import ThreadWaits
 from aionn.hal.types import ExecutionPreference
+from aionn.loopless import call_soon_from_anywhere
 from aionn.memory.pool import FramePool, MemoryFrame
 from aionn.pages.app_layout import ANSWERED, CONNECTIONS, DROPPED, JOINED_ROWS, JOINED_RUNS, SENT, Kind
 from aionn.pages.app_page import BurstSlot
@@ -37,7 +38,6 @@ from aionn.runtime.executing.link import Link, LinkOptions, open_link, release
 from aionn.runtime.preparing.kept_model import KeptModel
 from aionn.runtime.processes.spawning import DEFAULT_HANG_S
 from aionn.runtime.serving.serving import Rest, Serving
-from aionn.tasks import call_soon_from_anywhere
 
 if TYPE_CHECKING:
     from aionn.runtime.session import Session

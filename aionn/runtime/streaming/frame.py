@@ -23,11 +23,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aionn.errors import CallerError, UnknownNameError, refuse_coroutine
+from aionn.loopless import AsyncOnly, call_soon_from_anywhere
 from aionn.memory import pool as memory_pool
 from aionn.runtime.executing.arguments import FrameLayout, Shapes, as_array
 from aionn.runtime.executing.placement import is_placed
 from aionn.runtime.streaming.connection import BurstConnection
-from aionn.tasks import AsyncOnly, call_soon_from_anywhere
 
 _NOT_BEGUN = "this frame's lease has not begun; write `async with burst.frame() as frame`, or `frame = await burst.lease()`"
 _ENDED = "this frame's lease has ended; use it inside `async with burst.frame() as frame`"

@@ -33,12 +33,13 @@ import msgspec
 from aionn import trace
 from aionn.errors import DeadlineError, DeviceBusyError, ExecutionError
 from aionn.hal.types import ErrorStatus
+from aionn.loopless import Answer, call_soon_from_anywhere, running_loop
 from aionn.pages.app_layout import AGES, DROPPED, DROPPED_LATE, DROPPED_REJECTED, DROPPED_REPLACED
 from aionn.runtime.executing.arguments import Outputs, check_mapping
 from aionn.runtime.session import Session
 from aionn.runtime.streaming.connection import BurstConnection, trace_of
 from aionn.runtime.streaming.frame import Frame, Leases, contents_of, end_lease, leases_here, take
-from aionn.tasks import Answer, bounded_shield, call_soon_from_anywhere, running_loop
+from aionn.tasks import bounded_shield
 
 _REASONS = {"replaced": DROPPED_REPLACED, "late": DROPPED_LATE, "rejected": DROPPED_REJECTED}
 

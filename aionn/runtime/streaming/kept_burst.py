@@ -31,13 +31,14 @@ from aionn import trace
 from aionn.burst.packets import PacketError
 from aionn.errors import CallerError
 from aionn.hal.options import CallOptions
+from aionn.loopless import deadline_of, time_left
 from aionn.runtime.executing.arguments import Outputs, check_mapping
 from aionn.runtime.executing.control import control_route, execution_of
 from aionn.runtime.executing.execution import Call, Executor
 from aionn.runtime.executing.link import CLOSE_S
 from aionn.runtime.streaming.burst import Burst
 from aionn.runtime.streaming.connection import BurstConnection, Connections
-from aionn.tasks import bounded_shield, deadline_of, ending_by, time_left
+from aionn.tasks import bounded_shield, ending_by
 
 DEPTH = 16
 """So many calls are in the burst at once, which keeps both ends and several executions busy. It bounds the frames, too."""

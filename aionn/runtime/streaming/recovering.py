@@ -36,6 +36,7 @@ from numpy.typing import NDArray
 from aionn import trace
 from aionn.errors import AionnError, CallerError, DeadlineError, DriverDiedError, DriverHungError, ExecutionError
 from aionn.hal.types import ErrorStatus, Operand
+from aionn.loopless import AsyncOnly, deadline_of
 from aionn.runtime.executing.arguments import Outputs, as_array, check_mapping
 from aionn.runtime.executing.device_buffers import BufferPair, DeviceRoles, ModelRoles
 from aionn.runtime.executing.device_memory import DeviceMemory, allocate, state_of
@@ -43,7 +44,7 @@ from aionn.runtime.preparing.kept_model import KeptModel
 from aionn.runtime.streaming import stream
 from aionn.runtime.streaming.burst import Burst
 from aionn.runtime.streaming.connection import BurstConnection
-from aionn.tasks import AsyncOnly, deadline_of, ending_by
+from aionn.tasks import ending_by
 
 logger = logging.getLogger("aionn.runtime")
 

@@ -34,11 +34,12 @@ import msgspec
 from aionn import trace
 from aionn.errors import CallerError, DeadlineError, DeviceBusyError, ExecutionError, refuse_coroutine
 from aionn.hal.types import ErrorStatus
+from aionn.loopless import checked_count, checked_seconds
 from aionn.runtime.executing.arguments import Outputs
 from aionn.runtime.streaming.connection import BurstConnection
 from aionn.runtime.streaming.frame import leases_here
 from aionn.runtime.streaming.item import Arrivals, Entry, Item, SourceThread
-from aionn.tasks import bounded_shield, checked_count, checked_seconds
+from aionn.tasks import bounded_shield
 
 if TYPE_CHECKING:
     from anyio.abc import TaskGroup
