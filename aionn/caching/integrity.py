@@ -29,7 +29,7 @@ import logging
 import os
 import sqlite3
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -177,23 +177,26 @@ class IntegrityStore:
 
     # --- save --------------------------------------------------------------------------------------------------------
 
-    def save(self, handles: CacheHandles, artifact: Artifact, trailer: bytes = b"") -> Refusal | None:
+    def save(
+        self, handles: CacheHandles, artifact: Artifact, trailer: bytes = b"", stored: Callable[[bytes], object] | None = None
+    ) -> Refusal | None:
         """Record and write an artifact. Returns None if it was stored. The files are whole and recorded, or a load refuses them.
 
         Args:
             trailer: bytes that follow the engine's in the first file.
+            stored: called with the record of the files when they are whole; see `Verified.digests`.
 
         The files are truncated and written from their beginning, wherever the descriptors' offsets stand. The app's store syncs them
         to disk when it publishes them.
         """
         with trace.span("cache.save", device=self.device):
-            refusal = self._save(handles, artifact, trailer)
+            refusal = self._save(handles, artifact, trailer, stored)
         if refusal is not None:
             _log.info("device %s did not store an artifact: %s", self.device, refusal)
         trace.count("cache.saved" if refusal is None else "cache.save_failed", device=self.device)
         return refusal
 
-    def _save(self, handles: CacheHandles, artifact: Artifact, trailer: bytes) -> Refusal | None:
+    def _save(self, handles: CacheHandles, artifact: Artifact, trailer: bytes, stored: Callable[[bytes], object] | None) -> Refusal | None:
         try:
             if CacheFiles(len(artifact.model), len(artifact.data)) != self.files:
                 return Refusal(
@@ -207,7 +210,8 @@ class IntegrityStore:
             if trailer:
                 files[0].append(memoryview(trailer))
             lengths = [sum(piece.nbytes for piece in pieces) for pieces in files]
-            refusal = self._record(handles.token, record_of(lengths, [digest_of(*pieces) for pieces in files]))
+            digests = record_of(lengths, [digest_of(*pieces) for pieces in files])
+            refusal = self._record(handles.token, digests)
             if refusal is not None:
                 return refusal
             fds = (*handles.model, *handles.data)
@@ -217,6 +221,8 @@ class IntegrityStore:
                     return Refusal(MissReason.BUSY, f"another driver has been writing these files for {_LOCK_WAIT_S} s")
                 for fd, pieces in zip(fds, files, strict=True):
                     write_whole(fd, *pieces)
+            if stored is not None:
+                stored(digests)
         except OSError as error:
             return refusal_of_os_error(error, "writing the cache files")
         except (TypeError, ValueError, BufferError) as error:

@@ -115,9 +115,17 @@ class Artifacts:
                 self._store = IntegrityStore(name, version, self.files, state_directory=state_directory, known_as=self._known_as)
             return self._store
 
-    def save(self, executable: Executable, model: PooledModel, handles: CacheHandles, rows: RowAxes | None = None) -> str:
+    def save(
+        self,
+        executable: Executable,
+        model: PooledModel,
+        handles: CacheHandles,
+        rows: RowAxes | None = None,
+        stored: Callable[[Loaded], object] = lambda _: None,
+    ) -> str:
         """Store a compiled model. Return "saved", "declined", or the reason why the model was not stored.
 
+        `stored` is called with what a load of the stored files would return.
         Errors of the engine and of the file system are reasons, and are never raised.
         """
         if not self.files.supported:
@@ -132,7 +140,8 @@ class Artifacts:
             return str(Refusal(MissReason.IO_ERROR, f"the engine's export failed ({why})"))
         if artifact is None:
             return "declined"
-        return self.store(artifact, handles, _described(model.token, model.inputs, model.outputs, rows))
+        description = Description(FORMAT, model.token, as_messages(model.inputs), as_messages(model.outputs), rows)
+        return self.store(artifact, handles, description, lambda digests: stored(Loaded(executable, description, digests)))
 
     def store_again(
         self, artifact: Artifact, handles: CacheHandles, token: bytes, inputs: Operands, outputs: Operands, rows: RowAxes | None
@@ -140,12 +149,15 @@ class Artifacts:
         """Store a better artifact of a prepared model. Return "saved", or the reason why it was not stored."""
         if refusal := self._wrong_number(handles):
             return str(refusal)
-        return self.store(artifact, handles, _described(token, inputs, outputs, rows))
+        return self.store(artifact, handles, Description(FORMAT, token, as_messages(inputs), as_messages(outputs), rows))
 
-    def store(self, artifact: Artifact, handles: CacheHandles, description: bytes) -> str:
+    def store(
+        self, artifact: Artifact, handles: CacheHandles, description: Description, stored: Callable[[bytes], object] | None = None
+    ) -> str:
         """Store an artifact with that description at its end. Return "saved", or the reason why it was not stored."""
-        store = self._integrity()
-        refusal = store if isinstance(store, Refusal) else store.save(handles, artifact, description)
+        store, encoded = self._integrity(), msgspec.msgpack.encode(description)
+        trailer = encoded + _LENGTH.pack(len(encoded))
+        refusal = store if isinstance(store, Refusal) else store.save(handles, artifact, trailer, stored)
         return "saved" if refusal is None else str(refusal)
 
     def load(self, handles: CacheHandles, options: CompileOptions, known: Mapping[bytes, Loaded] = MappingProxyType({})) -> Loaded:
@@ -244,12 +256,6 @@ class Artifacts:
             if self._store is not None:
                 self._store.close()
                 self._store = None
-
-
-def _described(token: bytes, inputs: Operands, outputs: Operands, rows: RowAxes | None) -> bytes:
-    """Return what stands behind the engine's bytes in the first file."""
-    description = msgspec.msgpack.encode(Description(FORMAT, token, as_messages(inputs), as_messages(outputs), rows))
-    return description + _LENGTH.pack(len(description))
 
 
 def _without_description(stored: Artifact) -> tuple[Artifact, Description]:

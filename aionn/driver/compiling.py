@@ -38,8 +38,11 @@ class Compiled(NamedTuple):
     contents: bytes
 
 
-def compiled_model(engine: Engine, model: PooledModel, options: CompileOptions) -> Compiled:
+def compiled_model(engine: Engine, model: PooledModel, options: CompileOptions, files_only: bool = True) -> Compiled:
     """Compile a model. Blocks. Private copies of its constants go when the engine has returned.
+
+    Args:
+        files_only: leave constants in memory that the app gave where they are, unless the artifact is to be stored.
 
     Raises:
         AionnError: the model cannot be compiled. An engine's own exceptions become `CompilationError`.
@@ -48,7 +51,7 @@ def compiled_model(engine: Engine, model: PooledModel, options: CompileOptions) 
     if any(map(may_change, model.pools)):
         from aionn.graph.unchanged import own_constants  # most models have no such constants
 
-        own, contents = own_constants(model, files_only=not options.may_export)
+        own, contents = own_constants(model, files_only=files_only and not options.may_export)
     if options.may_export and known_contents(model) not in (b"", contents):
         changed = "the weights beside the model have changed since the model was read"
         refusal = Refusal(MissReason.CHANGED_WEIGHTS, f"{changed}; read the model again, and replace such files by renaming")

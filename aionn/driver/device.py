@@ -29,7 +29,7 @@ from aionn.driver.lanes import Turns
 from aionn.driver.memories import EngineBuffer, constants_of
 from aionn.driver.options import OptionalFacts, runs_on
 from aionn.driver.prepared_model import EnginePreparedModel
-from aionn.driver.sharing import CompiledIdentity, Shared, Sharing, identity_of, identity_of_stored, instances_of, own_instances
+from aionn.driver.sharing import CompiledIdentity, Shared, Sharing, digested, identity_of, identity_of_stored, instances_of, own_instances
 from aionn.driver.threads import Threads, trim_arenas
 from aionn.errors import CompilationError, DeadlineError
 from aionn.hal.batching import RowAxes
@@ -67,9 +67,11 @@ class EngineDevice:
         state_directory: the folder for digests and the blob cache. None means the user's state directory.
         page: the statistics page that shows what the device does, or None.
         known_as: the name by which the app knows the device, if it is not the engine's.
+        shared: apps that do not trust each other use the device; see `sharing`.
 
     Attributes:
         page: the statistics page that shows what the device does, or None.
+        sharing: the executables that prepared models share.
         turns: lets runs of high priority go first. Every prepared model of the process shares them.
         optional: the facts that the engine may leave out.
     """
@@ -81,6 +83,7 @@ class EngineDevice:
         state_directory: str | os.PathLike[str] | RecordsFolder | None = None,
         page: DriverPage | None = None,
         known_as: str = "",
+        shared: bool = False,
     ) -> None:
         self._engine = engine
         self.page = page
@@ -91,7 +94,7 @@ class EngineDevice:
         self._blobs = DeviceBlobs(engine.name, engine.version, state_directory)
         self.buffers = DeviceBuffers(reserve)
         self.turns = Turns()
-        self._sharing = Sharing()
+        self.sharing = Sharing(shared)
         self.optional = OptionalFacts(engine)
         self.name = engine.name
         self.version = engine.version
@@ -124,17 +127,26 @@ class EngineDevice:
         flag = CancelFlag()
         lent = None if cache is None else LentHandles(cache)
         may_export = lent is not None and self._artifacts.files.supported
-        outcome = ""
+        outcome, base, flight, stored = "", b"", None, list[Loaded]()
         try:
             compile_options = msgspec.structs.replace(await self._compile_options(options, flag), may_export=may_export)
-            shared, contents = (None, b"") if may_export else await self._known(model, options, flag)
+            if self.sharing.by_contents:
+                model, base = await self._blocking(lambda: digested(model), flag, options.deadline_ns)
+            identity, contents = (None, b"") if may_export and not base else await self._identified(model, options, flag, base)
+            if self.sharing.by_contents and identity is not None:
+                flight = await self.sharing.flight(identity, options.deadline_ns)
+            shared = None if may_export else self.sharing.find(identity)
             if shared is not None:
                 executables = await self._instances(shared, options, flag, again=True)
             else:
                 with trace.span("driver.compile", device=self.name):
-                    compiled = await self._blocking(lambda: compiled_model(self._engine, model, compile_options), flag, options.deadline_ns)
+                    compiled = await self._blocking(
+                        lambda: compiled_model(self._engine, model, compile_options, not base),
+                        flag,
+                        options.deadline_ns,
+                    )
                 outcome, contents = compiled.outcome, compiled.contents
-                identity = identity_of(model, compiled.contents, options)
+                identity = identity_of(model, compiled.contents, options, base)
                 # Before it is stored, since the number of instances may be refused.
                 shared, executables = await self._executables(identity, Shared(compiled.executable), options, flag)
                 if options.batching is not None and shared.rows is None:
@@ -144,11 +156,16 @@ class EngineDevice:
                     with trace.span("driver.probe_rows", device=self.name):
                         shared.rows = await self._blocking(lambda: probed(self.name, first, model, batching), flag, options.deadline_ns)
                 if lent is not None and not outcome:
-                    outcome = await self._save(compiled.executable, model, lent, flag, options.deadline_ns, shared.rows)
+                    outcome = await self._save(compiled.executable, model, lent, flag, options.deadline_ns, shared.rows, stored)
+                if self.sharing.by_contents and stored:
+                    shared.loaded = shared.loaded or msgspec.structs.replace(stored[0], executable=shared.executable)
+                    self.sharing.offer(identity_of_stored(stored[0], options, by_contents=True), shared)
                 _return_freed_memory(model, self.behind)
         finally:
             if lent is not None:
                 lent.release()
+            if flight is not None:
+                flight.release()
         prepared = EnginePreparedModel(self, executables, model.inputs, model.outputs, options, outcome, constants_of(model), shared)
         prepared.contents, prepared.runs_on = contents, runs_on(shared.executable)
         prepared.tuning = Tuning(
@@ -156,23 +173,25 @@ class EngineDevice:
         )
         return prepared
 
-    async def _known(self, model: PooledModel, options: PrepareOptions, flag: CancelFlag) -> tuple[Shared | None, bytes]:
-        """Return the executable of a model that has been prepared with these options and constants. Return also what these are now."""
-        if not self._sharing.may_have(model, options):
+    async def _identified(
+        self, model: PooledModel, options: PrepareOptions, flag: CancelFlag, base: bytes
+    ) -> tuple[CompiledIdentity | None, bytes]:
+        """Return the identity of a model that may have been prepared before, and what its constants that may change are now."""
+        if not base and not self.sharing.may_have(model, options):
             return None, b""
         from aionn.graph.unchanged import changeable_contents  # most models have no such constants
 
         contents = await self._blocking(lambda: changeable_contents(model), flag, options.deadline_ns)
-        return self._sharing.find(identity_of(model, contents, options)), contents
+        return identity_of(model, contents, options, base), contents
 
     async def _executables(
         self, identity: CompiledIdentity | None, fresh: Shared, options: PrepareOptions, flag: CancelFlag, again: bool = False
     ) -> tuple[Shared, Sequence[Executable]]:
         """Return executables of the same model that is here already, so that the fresh one goes, or else offer the fresh one to others."""
-        known = self._sharing.find(identity)
+        known = self.sharing.find(identity)
         executables = await self._instances(known or fresh, options, flag, again=again or known is not None)
         if known is None:
-            self._sharing.offer(identity, fresh)
+            self.sharing.offer(identity, fresh)
         return known or fresh, executables
 
     async def _compile_options(self, options: PrepareOptions, flag: CancelFlag) -> CompileOptions:
@@ -207,21 +226,33 @@ class EngineDevice:
             raise compilation_error(self.name, error) from error
 
     async def _save(
-        self, executable: Executable, model: PooledModel, lent: LentHandles, flag: CancelFlag, deadline_ns: int | None, rows: RowAxes | None
+        self,
+        executable: Executable,
+        model: PooledModel,
+        lent: LentHandles,
+        flag: CancelFlag,
+        deadline_ns: int | None,
+        rows: RowAxes | None,
+        stored: list[Loaded],
     ) -> str:
-        """Store the model and return the outcome. Half of the remaining time is left to the client, which publishes the entry."""
+        """Store the model, add it to `stored`, and return the outcome.
+
+        Half of the remaining time is left to the client, which publishes the entry.
+        """
+
+        def save(handles: CacheHandles) -> str:
+            return self._artifacts.save(executable, model, handles, rows, stored.append)
+
         now_ns = time.monotonic_ns()
         save_by_ns = None if deadline_ns is None else now_ns + max(0, deadline_ns - now_ns) // 2
         try:
             with trace.span("driver.save", device=self.name):
-                return await self._blocking(
-                    lambda: lent.during(lambda handles: self._artifacts.save(executable, model, handles, rows)), flag, save_by_ns
-                )
+                return await self._blocking(lambda: lent.during(save), flag, save_by_ns)
         except DeadlineError:
             return str(Refusal(MissReason.TOO_SLOW, "storing the model took longer than the deadline allows"))
 
     async def prepare_model_from_cache(self, options: PrepareOptions, cache: CacheHandles) -> EnginePreparedModel:
-        known = self._sharing.loaded(options)
+        known = self.sharing.loaded(options)
         return await self._from_files(options, cache, lambda handles, how: self._artifacts.load(handles, how, known), known)
 
     async def adopt(self, options: PrepareOptions, cache: CacheHandles, model_digest: bytes, signed: bytes) -> EnginePreparedModel:
@@ -242,7 +273,7 @@ class EngineDevice:
                     options.deadline_ns,
                     loading=True,
                 )
-            identity = identity_of_stored(loaded, options)
+            identity = identity_of_stored(loaded, options, self.sharing.by_contents)
             fresh = Shared(loaded.executable, loaded)
             shared, executables = await self._executables(identity, fresh, options, flag, again=loaded.digests in known)
         finally:

@@ -10,11 +10,17 @@ What makes two preparations the same
     not what the token names. A model without a token is known by its graph, its sealed constants and that digest. A model from a cache
     has the token that its verified files carry.
 
-Use all of this from the loop, except `Shared.executables`, which blocks.
+A driver that several apps share believes no token, because an app could claim that of another app's model. There the identity is what
+the driver has digested itself: all that the engine reads of the model, or the bytes of the verified cache files. `digested` makes sure
+that no app can change these bytes afterwards.
+
+Use all of this from the loop, except `digested` and `Shared.executables`, which block.
 """
 
 from __future__ import annotations
 
+import asyncio
+import fcntl
 import weakref
 from collections.abc import Sequence
 
@@ -22,12 +28,15 @@ import msgspec
 from blake3 import blake3
 
 from aionn.driver.artifacts import Loaded
-from aionn.errors import CompilationError
+from aionn.errors import CompilationError, DeadlineError
+from aionn.file_ranges import digest_of, private_memory
 from aionn.hal.batching import RowAxes
 from aionn.hal.engine import Executable
 from aionn.hal.interfaces import PrepareOptions
 from aionn.hal.model import PooledModel, known_contents, may_change
-from aionn.hal.types import NO_LANES, MemoryKind
+from aionn.hal.types import NO_LANES, IMemory, MemoryKind
+from aionn.hal.values import as_messages
+from aionn.loopless import seconds_until
 
 _SEALED_BYTES = 16 << 20
 """A model without a token whose sealed constants are larger is not recognised: the loop would take too long to digest them."""
@@ -37,7 +46,8 @@ class CompiledIdentity(msgspec.Struct, frozen=True):
     """What was compiled, and how.
 
     Attributes:
-        base: the model's token, or the digest of its graph and of its sealed constants.
+        base: the model's token, or the digest of its graph and of its sealed constants. Of a model from cache files that apps share:
+            the record of these files.
         contents: the digest of the constants that may change; empty where they are what the token names.
         options: without the deadline.
         key_id: of the builder's key that signed it, or empty. So what was adopted serves no preparation that does not trust the key.
@@ -73,8 +83,46 @@ def _base_of(model: PooledModel) -> bytes:
     return digest.digest()
 
 
-def identity_of(model: PooledModel, contents: bytes, options: PrepareOptions) -> CompiledIdentity | None:
-    """Return the identity of a model whose constants that may change have these contents, or None if it cannot be recognised."""
+def digested(model: PooledModel) -> tuple[PooledModel, bytes]:
+    """Return a model of an app that is not trusted, and the digest of all that an engine reads of it but the constants that may change.
+
+    A pool is copied if it is called sealed and its app may still write to it. Blocks.
+    """
+    from aionn.graph.unchanged import PrivateMemory  # only drivers that apps share need it
+
+    def fixed(pool: IMemory) -> IMemory:
+        if may_change(pool) or fcntl.fcntl(pool.fileno(), fcntl.F_GET_SEALS) & fcntl.F_SEAL_WRITE:
+            return pool
+        copy = private_memory(pool.size_bytes)
+        copy[:] = pool.view()
+        return PrivateMemory(copy)
+
+    own = PooledModel(
+        graph=model.graph,
+        inputs=model.inputs,
+        outputs=model.outputs,
+        operations=model.operations,
+        constants=model.constants,
+        pools=tuple(map(fixed, model.pools)),
+        token=model.token,
+        _contents=known_contents(model),
+    )
+    facts = own.operations, own.constants, as_messages(own.inputs), as_messages(own.outputs), [may_change(pool) for pool in own.pools]
+    whole = blake3(digest_of(own.graph) + digest_of(msgspec.msgpack.encode(facts)))
+    for constant in own.constants:
+        place, pool = constant.location, own.pools[constant.location.pool_index]
+        if not may_change(pool):
+            whole.update(digest_of(pool.view()[place.offset : place.offset + place.length]))
+    return own, whole.digest()
+
+
+def identity_of(model: PooledModel, contents: bytes, options: PrepareOptions, base: bytes = b"") -> CompiledIdentity | None:
+    """Return the identity of a model whose constants that may change have these contents, or None if it cannot be recognised.
+
+    `base`: of `digested`, in a driver that apps share.
+    """
+    if base:
+        return CompiledIdentity(base, contents, _shaping(options))
     base = _base_of(model)
     if not base:
         return None
@@ -101,10 +149,30 @@ class Shared:
 
 
 class Sharing:
-    """The executables of one device that can be shared, for as long as a prepared model uses them."""
+    """The executables of one device that can be shared, for as long as a prepared model uses them.
 
-    def __init__(self) -> None:
+    `by_contents`: apps that do not trust each other use the device. It believes no token, and compiles equal models of theirs once.
+    """
+
+    def __init__(self, by_contents: bool = False) -> None:
+        self.by_contents = by_contents
         self._live: weakref.WeakValueDictionary[CompiledIdentity, Shared] = weakref.WeakValueDictionary()
+        self._flights: weakref.WeakValueDictionary[CompiledIdentity, asyncio.Lock] = weakref.WeakValueDictionary()
+
+    async def flight(self, identity: CompiledIdentity, deadline_ns: int | None) -> asyncio.Lock:
+        """Wait until no other preparation of that identity compiles, and take its place. The caller releases what is returned.
+
+        Raises:
+            DeadlineError: another one still compiles at the deadline.
+        """
+        flight = self._flights.setdefault(identity, asyncio.Lock())
+        try:
+            async with asyncio.timeout(seconds_until(deadline_ns)):
+                await flight.acquire()
+        except TimeoutError:
+            why = "the device had not compiled the same model for another app by the deadline"
+            raise DeadlineError(why, transient=True) from None
+        return flight
 
     def find(self, identity: CompiledIdentity | None) -> Shared | None:
         """Return the executable of that identity, or None."""
@@ -128,9 +196,9 @@ class Sharing:
             self._live.setdefault(identity, shared)
 
 
-def identity_of_stored(loaded: Loaded, options: PrepareOptions) -> CompiledIdentity | None:
-    """Return the identity of a model from verified cache files."""
-    token = loaded.description.model_token
+def identity_of_stored(loaded: Loaded, options: PrepareOptions, by_contents: bool = False) -> CompiledIdentity | None:
+    """Return the identity of a model from verified cache files. `by_contents`: by their bytes, and not by the token in them."""
+    token = loaded.digests if by_contents else loaded.description.model_token
     return CompiledIdentity(token, b"", _shaping(options), loaded.key_id) if token else None
 
 

@@ -77,7 +77,7 @@ def own_constants(model: PooledModel, *, files_only: bool = False) -> tuple[Pool
         outputs=model.outputs,
         operations=model.operations,
         constants=tuple(map(moved, model.constants)),
-        pools=(*kept, *map(_PrivateMemory, copies)),
+        pools=(*kept, *map(PrivateMemory, copies)),
         token=model.token,
     )
     return own, contents_of(digests)
@@ -96,7 +96,7 @@ def _range(model: PooledModel, constant: Constant) -> FileRange:
     return FileRange(pool.fileno(), pool.description.offset_bytes + place.offset, place.length)
 
 
-class _PrivateMemory:
+class PrivateMemory:
     """Memory of this process alone. Satisfies `IMemory`, but has no descriptor, so it cannot be sent."""
 
     def __init__(self, content: memoryview) -> None:
