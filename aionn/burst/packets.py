@@ -8,7 +8,7 @@
     4 outputDimension    u32                                 4 identity           id, service time in ns (u64)       [aionn]
     5 poolIdentifier     slot (i32)                          5 text               16 bytes of UTF-8, zero-padded     [aionn]
     6 measureTiming      0 | 1 (i32)
-    7 identity           id, deadline in ns (u64), 0: none                       [aionn]
+    7 identity           id, deadline in ns (u64), 0: none; what it runs after   [aionn]
     8 bufferToken        token (u64), in the place of a poolIdentifier           [aionn]
 
 A request is 0, (1 2*)*, (3 4*)*, (5|8)*, 6, 7?, and a result is 0, (1 2*)*, 3, (5* 4)?. packetSize counts every datum. Kinds marked
@@ -34,6 +34,9 @@ DATUM_BYTES = 24
 MESSAGE_BYTES = 16 * 64
 """An error's text is cut to this many bytes of UTF-8."""
 
+FORFEITED = "the execution before this one did not succeed, or is not known any more, so this one did not begin"
+"""The message of an answer to a request that was sent to run after another one. The app decides what becomes of it."""
+
 QUEUE_CAPACITY = 1024
 """As NNAPI's bursts have. Queues have more datums only where two requests need them."""
 
@@ -44,7 +47,7 @@ _INFORMATION = Struct("<B3x4I4x")
 _OPERAND = Struct("<B3xB3x4I")
 _DIMENSION = Struct("<B3xI16x")
 _SIGNED = Struct("<B3xi16x")
-_IDENTITY = Struct("<B3xQQ4x")
+_IDENTITY = Struct("<IQQI")
 _TOKEN = Struct("<B3xQ12x")
 
 _RESULT_INFORMATION = Struct("<B7xIiI4x")
@@ -75,13 +78,18 @@ class PoolReference(NamedTuple):
 
 
 class RequestPacket(msgspec.Struct, frozen=True):
-    """One request as it crosses the queue. Without `identity` it is an NNAPI packet: one is in flight, and its answer has no identity."""
+    """One request as it crosses the queue. Without `identity` it is an NNAPI packet: one is in flight, and its answer has no identity.
+
+    Attributes:
+        after: the request that must succeed before this one runs, as `after_request` says, or 0.
+    """
 
     request: Request
     pools: tuple[PoolReference, ...]
     measure_timing: bool = False
     identity: int | None = None
     deadline_ns: int | None = None
+    after: int = 0
 
 
 class ResultPacket(msgspec.Struct, frozen=True):
@@ -106,9 +114,18 @@ def enough_datums(operands: Iterable[Operand], depth: int) -> int:
     return max(min(QUEUE_CAPACITY, depth * request), 2 * request, request + MESSAGE_BYTES // 16)
 
 
-def identity_datum(identity: int, deadline_ns: int | None) -> bytes:
+def after_request(burst: int, identity: int) -> int:
+    """Return how a request names an earlier one of the same client, which must succeed before.
+
+    The name has 24 bits for the number of that one's burst, and 32 bits of its identity. Returns 0, which stands for none, if the burst
+    has a larger number.
+    """
+    return 0 if burst >= 1 << 24 else burst << 32 | identity & _U32_MAX
+
+
+def identity_datum(identity: int, deadline_ns: int | None, after: int = 0) -> bytes:
     """Return the last datum of a framed request. Only this datum changes when the same request is sent again."""
-    return _IDENTITY.pack(REQUEST_IDENTITY, identity, deadline_ns or 0)
+    return _IDENTITY.pack(REQUEST_IDENTITY | after >> 32 << 8, identity, deadline_ns or 0, after & _U32_MAX)
 
 
 def encode_request_body(request: Request, pools: Sequence[PoolReference], measure_timing: bool, *, framed: bool) -> bytes:
@@ -148,7 +165,7 @@ def encode_request(packet: RequestPacket) -> bytes:
     """
     framed = packet.identity is not None
     body = encode_request_body(packet.request, packet.pools, packet.measure_timing, framed=framed)
-    return body if packet.identity is None else body + identity_datum(packet.identity, packet.deadline_ns)
+    return body if packet.identity is None else body + identity_datum(packet.identity, packet.deadline_ns, packet.after)
 
 
 def split_requests(datums: bytes) -> list[bytes]:
@@ -192,8 +209,15 @@ def is_framed_result(packet: bytes) -> bool:
 
 def read_identity(packet: bytes) -> tuple[int, int | None]:
     """Return the identity and the deadline (or None) of a framed request, from its last datum."""
-    _, identity, deadline_ns = _IDENTITY.unpack_from(packet, len(packet) - DATUM_BYTES)
+    _, identity, deadline_ns, _ = _IDENTITY.unpack_from(packet, len(packet) - DATUM_BYTES)
     return identity, deadline_ns or None
+
+
+def read_after(packet: bytes) -> int:
+    """Return what a framed request runs after (`after_request`), or 0, from its last datum."""
+    head, _, _, identity = _IDENTITY.unpack_from(packet, len(packet) - DATUM_BYTES)
+    after: int = head >> 8 << 32 | identity
+    return after
 
 
 def read_result_identity(packet: bytes) -> tuple[int, int]:
@@ -218,8 +242,8 @@ class _Datums:
         if self._at == self.count:
             raise PacketError(f"the packet ends where {what} should stand")
         fields: tuple[int, ...] = layout.unpack_from(self._packet, self._at * DATUM_BYTES)
-        if fields[0] != kind:
-            raise PacketError(f"datum {self._at} has kind {fields[0]}, but {what} has kind {kind}")
+        if fields[0] & 0xFF != kind:
+            raise PacketError(f"datum {self._at} has kind {fields[0] & 0xFF}, but {what} has kind {kind}")
         self._at += 1
         return fields
 
@@ -255,13 +279,13 @@ def decode_request(packet: bytes) -> RequestPacket:
     measure = datums.take(_SIGNED, 6, "the timing choice")[1]
     if measure not in (0, 1):
         raise PacketError(f"the timing choice is {measure}, but only 0 and 1 are allowed")
-    identity = deadline_ns = None
+    identity, deadline_ns, after = None, None, 0
     if datums.next_kind == 7:
-        _, identity, deadline = datums.take(_IDENTITY, 7, "the identity")
-        deadline_ns = deadline or None
+        head, identity, deadline, low = datums.take(_IDENTITY, 7, "the identity")
+        deadline_ns, after = deadline or None, head >> 8 << 32 | low
     datums.check_end()
     request = Request(tuple(arguments[0]), tuple(arguments[1]))
-    return RequestPacket(request, tuple(references), bool(measure), identity, deadline_ns)
+    return RequestPacket(request, tuple(references), bool(measure), identity, deadline_ns, after)
 
 
 def _take_argument(datums: _Datums, kind: int) -> RequestArgument:

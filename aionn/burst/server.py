@@ -42,10 +42,12 @@ from aionn.burst.executors import (
 )
 from aionn.burst.packets import (
     DATUM_BYTES,
+    FORFEITED,
     decode_request,
     decode_result,
     encode_result_body,
     is_framed_request,
+    read_after,
     read_identity,
     result_identity_datum,
     split_requests,
@@ -81,6 +83,9 @@ class ExecutionBurstServer:
         self._lanes = lanes
         self._native = Listener(*queues, window_ns, queues[0].inode, anticipate)
         self._bodies = Bodies()
+        listeners: dict[int, Listener] | None = getattr(callback, "listeners", None)
+        if listeners is not None:
+            self._native.beside(listeners, getattr(callback, "number", 0))
         self._working = asyncio.Lock()
         self._quiet = asyncio.Event()  # no lane runs a request of this burst
         self._wanted = 0  # how many tasks want `_working`: the burst is not lent meanwhile
@@ -110,7 +115,7 @@ class ExecutionBurstServer:
         """Make a server over two queues of the client. Both channels are taken over, also when this fails.
 
         Args:
-            callback: resolves unknown slots.
+            callback: resolves unknown slots. Its `listeners`, if it has them, are those of all bursts of the client, by `number`.
             request_channel: queue of 24-byte datums that the client writes.
             result_channel: queue of 24-byte datums that the client reads.
             executor: caches mappings by slot. A plain prepared model is wrapped, and gets its pools anew each time.
@@ -157,6 +162,7 @@ class ExecutionBurstServer:
         if self._ended.is_set():
             return
         try:
+            self._native.beside(None, 0)
             self._native.forget()
             self._requests.close()
             self._results.close()
@@ -314,16 +320,17 @@ class ExecutionBurstServer:
         packet, began_ns = self._taken[0], time.monotonic_ns()
         framed = is_framed_request(packet)
         identity, deadline_ns = read_identity(packet) if framed else (None, None)
+        after = read_after(packet) if framed else 0
         async with self._working:
             # NNAPI's packets are not remembered. A packet without identity must not pass for the body of a framed one.
-            result = await self._result_of(packet, packet[:-DATUM_BYTES] if framed else None, deadline_ns)
+            result = await self._result_of(packet, packet[:-DATUM_BYTES] if framed else None, deadline_ns, after)
         if trace.active:  # lanes record the same natively; `queue` names the burst as their records do
             of = {"queue": self._requests.inode, "identity": identity or 0, "status": result.status.name}
             trace.span_at("burst.execute", began_ns, time.monotonic_ns(), **of)
         await self._send(result, identity, began_ns)
         self._taken.popleft()
 
-    async def _result_of(self, packet: bytes, key: bytes | None, deadline_ns: int | None) -> Result:
+    async def _result_of(self, packet: bytes, key: bytes | None, deadline_ns: int | None, after: int) -> Result:
         try:
             entry: Bound | None = None if key is None else self._native.find(key)
             if entry is None:
@@ -332,6 +339,8 @@ class ExecutionBurstServer:
                 return Result(
                     ErrorStatus.MISSED_DEADLINE_TRANSIENT, message="the deadline had passed before the driver began the execution"
                 )
+            if after and not self._native.may_run(after):
+                return Result(ErrorStatus.GENERAL_FAILURE, message=FORFEITED)
             return await entry.execution.execute(entry.measure_timing, deadline_ns)
         except Exception as error:  # every error of an executor fails this request and nothing else
             return result_of(error)
@@ -373,6 +382,8 @@ class ExecutionBurstServer:
     async def _send(self, result: Result, identity: int | None, began_ns: int) -> None:
         self._answered += 1
         await self._write(result, identity, time.monotonic_ns() - began_ns)
+        if identity is not None:
+            self._native.note(identity, result.status is ErrorStatus.NONE)
 
     async def _write(self, result: Result, identity: int | None, service_ns: int) -> None:
         capacity = self._results.capacity

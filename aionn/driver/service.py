@@ -19,7 +19,7 @@ import os
 import socket
 import stat
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -27,6 +27,7 @@ from typing import Any, Protocol, TypeVar
 from aionn.burst.executors import result_of
 from aionn.driver.received import Received
 from aionn.errors import AionnError, CallerError, CompilationError
+from aionn.fmq import Listener
 from aionn.hal.interfaces import IBuffer, IBurstContext, IDevice, IPreparedModel
 from aionn.hal.types import Dependency, FencedResult, IMemory, Performance, Result
 from aionn.hal.values import as_messages
@@ -104,6 +105,7 @@ class ClientTables:
         self._brought_by = brought_by
         self.prepared: dict[int, SharedModel] = {}
         self.bursts: dict[int, IBurstContext] = {}
+        self.listeners: dict[int, Listener] = {}
         self.buffers: dict[int, IBuffer] = {}
 
     def model(self, number: int) -> IPreparedModel:
@@ -396,7 +398,7 @@ class DeviceService:
         channels = received.queue(body.request_channel), received.queue(body.result_channel)
         self._last_number += 1
         number = self._last_number
-        callback = BurstCallback(self._connection, number, self._made.may_use)
+        callback = BurstCallback(self._connection, number, self._made)
         self._made.bursts[number] = await prepared.configure_execution_burst(callback, *channels, body.anticipate)
         return number
 
@@ -427,15 +429,21 @@ def _known(table: Mapping[int, T], number: int, what: str) -> T:
 
 
 class BurstCallback:
-    """Asks the app for the memories of slots. Satisfies `IBurstCallback`. `may_use` says of a token whether it is one of the client's."""
+    """Asks the app for the memories of slots. Satisfies `IBurstCallback`.
 
-    def __init__(self, connection: Connection, burst: int, may_use: Callable[[int], bool]) -> None:
-        self.may_use = may_use
+    Attributes:
+        number: of the burst, as the client knows it. listeners: of all its bursts, by number.
+        may_use: says of a token whether it is one of the client's.
+    """
+
+    def __init__(self, connection: Connection, number: int, made: ClientTables) -> None:
+        self.number = number
+        self.listeners = made.listeners
+        self.may_use = made.may_use
         self._connection = connection
-        self._burst = burst
 
     async def get_memories(self, slots: Sequence[int]) -> Sequence[IMemory]:
-        memories, descriptors = await self._connection.call(GetMemories(self._burst, tuple(slots)))
+        memories, descriptors = await self._connection.call(GetMemories(self.number, tuple(slots)))
         regions: list[Region] = []
         try:
             for lent in memories:

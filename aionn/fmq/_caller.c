@@ -171,6 +171,22 @@ static PyObject *caller_leave(PyObject *object, PyObject *const *args, Py_ssize_
     Py_RETURN_FALSE;
 }
 
+/* make_late(identity) */
+static PyObject *caller_make_late(PyObject *object, PyObject *number)
+{
+    CallerObject *self = (CallerObject *)object;
+    unsigned long long identity = PyLong_AsUnsignedLongLong(number);
+    struct ring *requests = ring_if_usable(self->exchange.requests);
+    const struct request *r = self->first;
+    if (PyErr_Occurred())
+        return NULL;
+    while (r != self->unsent && (uint32_t)r->identity != (uint32_t)identity)
+        r = r->next;
+    if (r != self->unsent && requests)
+        exchange_amend(requests, r->stamp_at, &EXCHANGE_REQUEST, WITHDRAWN);
+    Py_RETURN_NONE;
+}
+
 /* answered(identity, service_ns, value) */
 static PyObject *caller_answered(PyObject *object, PyObject *const *args, Py_ssize_t given)
 {
@@ -225,13 +241,13 @@ static PyObject *caller_late(PyObject *object, PyObject *Py_UNUSED(none))
         Py_XDECREF(one);
         r = r->next;
     }
-    struct exchange_stamp overdue = {0, 0};
+    struct exchange_stamp overdue = {0, 0, 0};
     const struct request *oldest = self->in_flight && self->patience_ns ? self->first : NULL;
     if (oldest) {
         bool again = oldest->identity == self->asked;
         long long due_ns = (again ? self->asked_ns : oldest->began_ns) + self->patience_ns;
         if (due_ns <= by_ns) {
-            overdue = (struct exchange_stamp){oldest->identity, (uint64_t)oldest->began_ns};
+            overdue = (struct exchange_stamp){oldest->identity, (uint64_t)oldest->began_ns, 0};
             self->asked = oldest->identity;
             self->asked_ns = by_ns;
         }
@@ -278,6 +294,8 @@ static PyMethodDef caller_methods[] = { /* documented in _ring.pyi */
     {"post", FAST(request_post)},
     {"send", FAST(request_send)},
     {"leave", FAST(caller_leave)},
+    {"start", FAST(request_start)},
+    {"make_late", caller_make_late, METH_O, NULL},
     {"answered", FAST(caller_answered)},
     {"unanswered", caller_unanswered, METH_O, NULL},
     {"late", caller_late, METH_NOARGS, NULL},

@@ -175,7 +175,7 @@ static void send_unsent(CallerObject *self)
             continue;
         }
         struct ring *requests = ring_if_usable(self->exchange.requests);
-        struct exchange_stamp stamp = {r->identity, (uint64_t)r->deadline_ns};
+        struct exchange_stamp stamp = {r->identity, (uint64_t)r->deadline_ns, 0};
         char *body;
         Py_ssize_t length;
         if (!requests || PyBytes_AsStringAndSize(r->body, &body, &length) < 0)

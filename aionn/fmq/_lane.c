@@ -53,7 +53,7 @@ static void answer_one(LaneObject *lane, const struct run *run, PyObject *answer
     char *bytes;
     Py_ssize_t length;
     PyBytes_AsStringAndSize(answer, &bytes, &length);
-    struct exchange_stamp stamp = {run->stamp.first, (uint64_t)took_ns};
+    struct exchange_stamp stamp = {run->stamp.first, (uint64_t)took_ns, 0};
     slot_trace(lane->slot, TRACE_ANSWERED, listener->burst, stamp.first, now_ns, stamp.second, 0);
     struct ring *results = ring_if_usable(listener->exchange.results), *requests = ring_if_usable(listener->exchange.requests);
     if (requests && lane->lanes->lanes > 1 && listener->lanes == lane->lanes)
@@ -69,6 +69,10 @@ static void answer_one(LaneObject *lane, const struct run *run, PyObject *answer
     listener->running--;
     listener->exclusive = false;
     listener->blocked = !write_held(listener);
+    int32_t status = -1; /* where `_RESULT_INFORMATION` of packets.py has it */
+    if (length >= (Py_ssize_t)EXCHANGE_ELEMENT)
+        memcpy(&status, bytes + 12, sizeof status);
+    listener_note(listener, stamp.first, !status);
     if (listener->blocked)
         lanes_give_back(listener); /* the task waits for room */
     if (!listener->running)
@@ -122,6 +126,10 @@ static enum taken take(LaneObject *lane, ListenerObject *listener, int *known, s
     bool serves = *known >= 0 && !(stamp.second && (uint64_t)now_ns >= stamp.second);
     if (serves && table->known[*known].serial && listener->running)
         return LATER;
+    enum turn turn = serves && stamp.after ? listener_turn(listener, stamp.after) : COME;
+    if (turn == PENDING)
+        return LATER;
+    serves = serves && turn == COME; /* the task answers the others */
     if (serves && join_ns >= 0) {
         bool late = stamp.second && (uint64_t)(now_ns + join_ns) > stamp.second; /* it would miss its deadline in a run of that size */
         if (late || table->known[*known].kind != lane->kind)

@@ -33,12 +33,112 @@ static PyObject *listener_new(PyTypeObject *type, PyObject *args, PyObject *kwar
     return self;
 }
 
+/* ---- requests that others wait for ---------------------------------------------------------------------------------- */
+
+/* Let the bursts look again whose next request waits for one of this burst. */
+static void wake_waiting(ListenerObject *self)
+{
+    PyObject *number, *other;
+    Py_ssize_t at = 0;
+    if (!self->awaited)
+        return;
+    self->awaited = false;
+    while (self->siblings && PyDict_Next(self->siblings, &at, &number, &other)) {
+        ListenerObject *listener = (ListenerObject *)other;
+        LanesObject *lanes = listener->lanes;
+        if (!listener->waits)
+            continue;
+        listener->waits = false;
+        if (!listener->lent)
+            continue;
+        lanes_enqueue(lanes, listener);
+        if (lanes->sleeping || lanes->looking)
+            ring_signal(lanes->signal_fd);
+    }
+}
+
+/* Note that a request is over. */
+void listener_note(ListenerObject *self, uint64_t identity, bool succeeded)
+{
+    self->outcomes[identity % AHEAD] = (struct outcome){(uint32_t)identity, succeeded};
+    wake_waiting(self);
+}
+
+/* Return whether the turn of a request of this burst has come. PENDING: a lane looks again when the request before is over. */
+enum turn listener_turn(ListenerObject *self, uint64_t after)
+{
+    uint32_t identity = (uint32_t)after;
+    PyObject *number = self->siblings ? PyLong_FromUnsignedLongLong(after >> 32) : NULL;
+    ListenerObject *other = number ? (ListenerObject *)PyDict_GetItemWithError(self->siblings, number) : NULL;
+    Py_XDECREF(number);
+    if (!other) {
+        PyErr_Clear(); /* no memory; the app decides then, too */
+        return FORFEITED;
+    }
+    const struct outcome *outcome = &other->outcomes[identity % AHEAD];
+    if (outcome->identity == identity)
+        return outcome->succeeded ? COME : FORFEITED;
+    if ((int32_t)(identity - outcome->identity) < 0)
+        return FORFEITED; /* its place has the outcome of a later one */
+    other->awaited = self->waits = true;
+    return PENDING;
+}
+
+/* note(identity, succeeded) */
+static PyObject *listener_note_call(PyObject *object, PyObject *const *args, Py_ssize_t given)
+{
+    long long number[2];
+    if (given != 2) {
+        PyErr_SetString(PyExc_TypeError, "note(identity, succeeded)");
+        return NULL;
+    }
+    if (!exchange_numbers(args, 2, number))
+        return NULL;
+    listener_note((ListenerObject *)object, (uint64_t)number[0], number[1] != 0);
+    Py_RETURN_NONE;
+}
+
+/* may_run(after) */
+static PyObject *listener_may_run(PyObject *object, PyObject *number)
+{
+    unsigned long long after = PyLong_AsUnsignedLongLong(number);
+    return PyErr_Occurred() ? NULL : PyBool_FromLong(listener_turn((ListenerObject *)object, after) == COME);
+}
+
+/* beside(siblings, number) */
+static PyObject *listener_beside(PyObject *object, PyObject *const *args, Py_ssize_t given)
+{
+    ListenerObject *self = (ListenerObject *)object;
+    PyObject *before = self->siblings;
+    if (given != 2 || (args[0] != Py_None && !PyDict_CheckExact(args[0]))) {
+        PyErr_SetString(PyExc_TypeError, "beside(siblings, number): give a dict of listeners by number, or None");
+        return NULL;
+    }
+    if (args[0] != Py_None && PyDict_SetItem(args[0], args[1], object) < 0)
+        return NULL;
+    if (before && PyDict_DelItem(before, self->number) < 0)
+        PyErr_Clear(); /* the burst has left already */
+    wake_waiting(self);
+    PyObject *number = self->number;
+    self->siblings = args[0] == Py_None ? NULL : args[0];
+    self->number = args[1];
+    Py_INCREF(args[1]);
+    Py_XINCREF(self->siblings);
+    Py_XDECREF(number);
+    Py_XDECREF(before);
+    Py_RETURN_NONE;
+}
+
+/* ---- life ------------------------------------------------------------------------------------------------------------ */
+
 static void listener_dealloc(PyObject *object)
 {
     ListenerObject *self = (ListenerObject *)object;
     for (unsigned i = 0; i < AHEAD; i++)
         Py_CLEAR(self->held[i].body);
     Py_CLEAR(self->idle);
+    Py_CLEAR(self->siblings);
+    Py_CLEAR(self->number);
     exchange_dealloc(object); /* it is not lent, because `seats` would hold it */
 }
 
@@ -105,6 +205,9 @@ static PyMethodDef listener_methods[] = { /* documented in _ring.pyi */
     {"held", listener_held, METH_NOARGS, NULL},
     {"has", listener_has, METH_O, NULL},
     {"when_idle", listener_when_idle, METH_O, NULL},
+    {"beside", FAST(listener_beside)},
+    {"may_run", listener_may_run, METH_O, NULL},
+    {"note", FAST(listener_note_call)},
     {NULL, NULL, 0, NULL},
 };
 static PyMemberDef listener_members[] = {

@@ -78,8 +78,9 @@ static uint64_t captured_ns(const CallerObject *self)
     return ns;
 }
 
-/* Return the answer, or a future of it, or None if the request cannot be sent. */
-static PyObject *request(CallerObject *self, PyObject *body, PyObject *settled, long long deadline_ns)
+/* Return the answer, or a future of it, or None if the request cannot be sent. `after`: NULL, or the request is started after that one.
+ * No caller waits for it here, and its identity is returned. Where it would have to wait for its turn, nothing is sent. */
+static PyObject *request(CallerObject *self, PyObject *body, PyObject *settled, long long deadline_ns, const uint64_t *after)
 {
     char *bytes;
     Py_ssize_t length;
@@ -102,23 +103,33 @@ static PyObject *request(CallerObject *self, PyObject *body, PyObject *settled, 
         r->captured_ns = captured;
     }
     /* A caller that is alone waits right here. Suspending and resuming a task costs more time than many answers take. */
-    bool alone = !self->first && self->woken <= 1 && (self->alone || (self->spin.brisk && now_ns < self->yield_by_ns));
+    bool alone = !after && !self->first && self->woken <= 1 && (self->alone || (self->spin.brisk && now_ns < self->yield_by_ns));
     self->woken -= self->woken > 0;
     bool sends = !self->unsent && self->in_flight < self->depth;
-    struct exchange_stamp stamp = {self->last_identity + 1, (uint64_t)deadline_ns};
+    struct exchange_stamp stamp = {self->last_identity + 1, (uint64_t)deadline_ns, after ? *after : 0};
+    PyObject *number = after ? PyLong_FromUnsignedLongLong(stamp.first) : NULL;
+    if (after && !number)
+        return NULL;
     if (sends) {
         if (alone && self->armed) { /* for a request whose caller has left */
             ring_disarm(results, true);
             self->armed = false;
         }
         enum ring_status status = exchange_write(requests, (const uint8_t *)bytes, (uint64_t)length, &EXCHANGE_REQUEST, &stamp);
-        if (status != RING_OK && (status != RING_LESS || !self->in_flight))
+        if (status != RING_OK && (status != RING_LESS || !self->in_flight)) {
+            Py_XDECREF(number);
             Py_RETURN_NONE;
+        }
         sends = status == RING_OK;
+    }
+    if (number && !sends) {
+        Py_DECREF(number);
+        Py_RETURN_NONE;
     }
     self->last_identity++;
     r->identity = stamp.first;
     r->began_ns = now_ns;
+    deadline_ns = after ? 0 : deadline_ns; /* what waits for a started request has its own timer */
     r->deadline_ns = deadline_ns;
     r->sleeps = self->sleeps;
     if (sends)
@@ -146,7 +157,13 @@ static PyObject *request(CallerObject *self, PyObject *body, PyObject *settled, 
     Py_XINCREF(settled);
     r->settled = settled;
     PyObject *future = r->future;
-    Py_INCREF(future);
+    if (number) {
+        r->future = NULL;
+        Py_DECREF(future);
+        future = number;
+    } else {
+        Py_INCREF(future);
+    }
     flight_add(self, r); /* from here on the request may be settled and freed */
     if (alone)
         flight_look(self, 0, false);
@@ -178,7 +195,21 @@ PyObject *request_send(PyObject *object, PyObject *const *args, Py_ssize_t given
     }
     if (!exchange_numbers(args + 2, 1, &deadline_ns))
         return NULL;
-    return request((CallerObject *)object, args[0], args[1] == Py_None ? NULL : args[1], deadline_ns);
+    return request((CallerObject *)object, args[0], args[1] == Py_None ? NULL : args[1], deadline_ns, NULL);
+}
+
+/* start(body, settled, deadline_ns, after) */
+PyObject *request_start(PyObject *object, PyObject *const *args, Py_ssize_t given)
+{
+    long long number[2]; /* the deadline, and what it runs after */
+    if (given != 4) {
+        PyErr_SetString(PyExc_TypeError, "start(body, settled, deadline_ns, after)");
+        return NULL;
+    }
+    if (!exchange_numbers(args + 2, 2, number))
+        return NULL;
+    uint64_t after = (uint64_t)number[1];
+    return request((CallerObject *)object, args[0], args[1], number[0], &after);
 }
 
 /* Return 1 if `array` has the type, the dtype and the shape of `place`, else 0, or -1 with an exception. */
@@ -229,5 +260,5 @@ PyObject *request_post(PyObject *object, PyObject *const *args, Py_ssize_t given
         if (!fits)
             Py_RETURN_NONE;
     }
-    return request((CallerObject *)object, args[2], NULL, deadline_ns);
+    return request((CallerObject *)object, args[2], NULL, deadline_ns, NULL);
 }

@@ -214,6 +214,16 @@ class Caller:
             The value of the answer's body, and its service time. Or a future of them, whose result is None if the burst ends. A caller
             that stops waiting for the future calls `leave`. Or None if the request cannot be sent.
         """
+    def start(self, body: bytes, settled: Callable[[Any], object], deadline_ns: int, after: int, /) -> int | None:
+        """Send a request that no caller awaits, and return its identity. Returns None, and calls nothing, if it cannot be sent now.
+
+        Args:
+            settled: as for `send`.
+            deadline_ns: from then on the driver does not begin it. This end sets no timer for it. 0 means no deadline.
+            after: the request that must succeed before, as `after_request` in packets.py returns it, or 0.
+        """
+    def make_late(self, identity: int, /) -> None:
+        """Make a request late that the driver has not taken, so that it is answered and never run. The lower 32 bits name it."""
     def leave(self, future: Future[Any], settled: Callable[[Any], object] | None, /) -> bool:
         """Stop waiting for an answer. A request that has not been sent is dropped. One that the driver has not taken becomes late.
 
@@ -289,6 +299,15 @@ class Listener:
         """Return the answers for which the queue had no room, in order, once: body, identity, service time. Call it when no lane runs
         a request of this burst.
         """
+    def beside(self, siblings: dict[int, Listener] | None, number: int, /) -> None:
+        """Join the listeners of the same client under that number, so that requests of one burst may wait for requests of another.
+
+        None leaves them again, at the end of the burst. Requests that wait for one of this burst are forfeited then.
+        """
+    def may_run(self, after: int, /) -> bool:
+        """Return whether the request that `after` names has succeeded, as far as is known."""
+    def note(self, identity: int, succeeded: bool, /) -> None:
+        """Note that a request is over that no lane has run. A lane notes its requests by itself, from the status in the answer."""
     def when_idle(self, callback: Callable[[], object], /) -> bool:
         """Return True if no lane runs a request of this burst. Else call back once when that is so, from any thread.
 

@@ -11,6 +11,7 @@
  *     An answer is taken only if its body is known and its request is in flight. The general path judges any other.
  *     While a request is in flight, `late` will be called `patience_ns` after the oldest one was sent, or earlier. All that is needed for
  *     that lies in this object, because the peer may damage the shared words.
+ *     A request whose `future` is NULL has `deadline_ns` 0. `late` skips it, because no caller waits for it here.
  *     Any call of Python may end the burst. So `over` is asked, and the list is read anew, after each such call. */
 #ifndef AIONN_FMQ_CALLER_OBJECT_H
 #define AIONN_FMQ_CALLER_OBJECT_H
@@ -28,7 +29,7 @@ struct request {
     int64_t began_ns, deadline_ns;               /* when it was sent; 0 if its caller has no deadline, or has gone */
     long long sleeps;                            /* how often the burst had slept until then */
     PyObject *body;                              /* until it is sent */
-    PyObject *future, *settled, *idle;           /* each may be NULL, `future` when the caller has left */
+    PyObject *future, *settled, *idle;           /* each may be NULL, `future` when the caller has left or waits elsewhere */
     uint64_t captured_ns;                        /* of a traced request, or 0 */
     bool sent;
 };
@@ -91,6 +92,7 @@ static inline void flight_note_sent(const CallerObject *self, struct request *r,
 
 /* ---- _request.c ---- */
 PyObject *request_send(PyObject *object, PyObject *const *args, Py_ssize_t given);
+PyObject *request_start(PyObject *object, PyObject *const *args, Py_ssize_t given);
 PyObject *request_post(PyObject *object, PyObject *const *args, Py_ssize_t given);
 
 #endif

@@ -16,12 +16,15 @@
 #define EXCHANGE_MOST 4032u  /* bytes of a packet that is recognised, a multiple of the element */
 #define EXCHANGE_KNOWN 4096u /* bodies that a table holds at most; then its owner forgets all of them */
 
-struct exchange_form { uint8_t kind, size_at, first_at, second_at; }; /* the stamp's kind, and where the fields lie */
+struct exchange_form { uint8_t kind, size_at, first_at, second_at, after_at; }; /* the stamp's kind, and where the fields lie */
 /* As REQUEST_IDENTITY, _INFORMATION and _IDENTITY, and as RESULT_IDENTITY, _RESULT_INFORMATION and _TIMING in packets.py. */
-static const struct exchange_form EXCHANGE_REQUEST = {7, 4, 4, 12}; /* identity, deadline in ns */
-static const struct exchange_form EXCHANGE_RESULT = {4, 8, 8, 16};  /* identity, service time in ns */
+static const struct exchange_form EXCHANGE_REQUEST = {7, 4, 4, 12, 20}; /* identity, deadline in ns, what it runs after */
+static const struct exchange_form EXCHANGE_RESULT = {4, 8, 8, 16, 0};   /* identity, service time in ns */
 
-struct exchange_stamp { uint64_t first, second; };
+struct exchange_stamp {
+    uint64_t first, second;
+    uint64_t after; /* the request that must be over before: its burst's number in the upper half, the lower half of its identity; or 0 */
+};
 
 struct exchange_body {
     const uint8_t *bytes; /* borrowed; the code that fills the table keeps it alive */
@@ -141,6 +144,13 @@ static inline int exchange_peek(struct ring *r, struct exchange_table *t, const 
         return -1;
     memcpy(&stamp->first, packet + length + form->first_at, sizeof stamp->first);
     memcpy(&stamp->second, packet + length + form->second_at, sizeof stamp->second);
+    stamp->after = 0;
+    if (form->after_at) {
+        uint32_t head, identity;
+        memcpy(&head, packet + length, sizeof head);
+        memcpy(&identity, packet + length + form->after_at, sizeof identity);
+        stamp->after = (uint64_t)(head >> 8) << 32 | identity;
+    }
     return exchange_find(t, packet, length);
 }
 
@@ -168,6 +178,11 @@ static inline enum ring_status exchange_write(struct ring *r, const uint8_t *bod
         return status;
     memcpy(last + form->first_at, &stamp->first, sizeof stamp->first);
     memcpy(last + form->second_at, &stamp->second, sizeof stamp->second);
+    if (form->after_at && stamp->after) {
+        uint32_t head = form->kind | (uint32_t)(stamp->after >> 32) << 8, identity = (uint32_t)stamp->after;
+        memcpy(last, &head, sizeof head);
+        memcpy(last + form->after_at, &identity, sizeof identity);
+    }
     exchange_copy_in(&span, 0, body, length);
     exchange_copy_in(&span, length, last, sizeof last);
     return ring_commit_write(r, bytes);

@@ -16,6 +16,8 @@
  *     After a job, a lane looks at the bursts before it takes the next job. So neither keeps the other waiting.
  *     `returned` is called once for each `lend`, when the burst is not lent any more.
  *     A burst with an answer that has no room (`blocked`) is not lent. Its task writes that answer when no lane runs a request of it.
+ *     A burst whose next request must wait for one of another burst (`waits`) is neither armed nor in `ready`. When a request is over that
+ *     others wait for (`awaited`), the waiting bursts of that client are put into `ready`. So it is at the end of the other burst.
  *     A lane that sleeps is counted in `sleeping` before it releases the GIL, so a signal written after that wakes it.
  *     A lane joins requests only while no other lane is free. It takes one of each burst in turn, as many rounds as there are requests.
  *
@@ -45,6 +47,11 @@ struct held { /* a request that has been taken, and its answer */
     struct exchange_stamp stamp;
 };
 
+struct outcome { /* of a request that is over */
+    uint32_t identity; /* its lower half */
+    bool succeeded;
+};
+
 typedef struct {
     ExchangeObject exchange;
     LanesObject *lanes; /* held while `returned` is */
@@ -59,6 +66,9 @@ typedef struct {
     unsigned warm_ups; /* warm runs so far */
     bool lent, exclusive, queued;
     bool blocked; /* an answer had no room, and waits in `held` */
+    PyObject *siblings, *number; /* the listeners of the same client by their numbers, and the own number; or NULL */
+    struct outcome outcomes[AHEAD]; /* of the requests that were over last, by identity */
+    bool awaited, waits;
 } ListenerObject;
 
 struct seat {
@@ -96,6 +106,11 @@ typedef struct {
     Py_buffer page; /* the memory of `slot`, or empty */
     struct page_slot *slot; /* shows the runs of this lane, or NULL */
 } LaneObject;
+
+/* ---- _listener.c ---- */
+enum turn { COME, PENDING, FORFEITED }; /* the request before has succeeded; is not over; has not succeeded, or is not known any more */
+enum turn listener_turn(ListenerObject *listener, uint64_t after);
+void listener_note(ListenerObject *listener, uint64_t identity, bool succeeded);
 
 /* ---- _lanes.c ---- */
 void lanes_wake_one(LanesObject *lanes);

@@ -499,19 +499,19 @@ class RemotePreparedModel:
 
 
 class RemoteBurstContext:
-    """A burst's listener in the driver process. Satisfies `IBurstContext`."""
+    """A burst's listener in the driver process. Satisfies `IBurstContext`. `number` names it there."""
 
     def __init__(self, device: RemoteDevice, number: int) -> None:
         self._device = device
-        self._number = number
+        self.number = number
         self._closed = False
 
     async def free_memory(self, slot: int) -> None:
-        await self._device.connection.call(FreeMemory(self._number, slot))
+        await self._device.connection.call(FreeMemory(self.number, slot))
 
     def forget_memory(self, slot: int) -> None:
         """Forget the memory cached under `slot`, without waiting."""
-        self._device.connection.post(FreeMemory(self._number, slot))
+        self._device.connection.post(FreeMemory(self.number, slot))
 
     def ask(self, identity: int, answered: Callable[[bool], None]) -> None:
         """Ask whether the driver still has a request to answer, without waiting. Never calls `answered` if the connection ends first."""
@@ -521,23 +521,23 @@ class RemoteBurstContext:
                 if self._device.connection.ended_by is None:
                     answered(known is True)
 
-            self._device.connection.begin(HasRequest(self._number, identity), confirm)
+            self._device.connection.begin(HasRequest(self.number, identity), confirm)
 
     async def aclose(self) -> None:
         """End the burst. Returns when the driver has freed all it held for the burst, or has gone."""
         try:
             if not self._closed and self._device.connection.ended_by is None:
                 self._closed = True
-                await self._device.connection.call(CloseBurst(self._number))
+                await self._device.connection.call(CloseBurst(self.number))
         finally:
-            self._device.forget_burst(self._number)
+            self._device.forget_burst(self.number)
 
     def release(self) -> None:
         """End the burst without waiting."""
         if not self._closed:
             self._closed = True
-            self._device.connection.post(CloseBurst(self._number))
-        self._device.forget_burst(self._number)
+            self._device.connection.post(CloseBurst(self.number))
+        self._device.forget_burst(self.number)
 
 
 class RemoteBuffer:

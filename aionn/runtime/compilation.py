@@ -45,13 +45,13 @@ from aionn.tasks import bounded_shield, ending_by
 if TYPE_CHECKING:  # most apps make no stages, and start no executions
     from aionn.memory.memory import HasFileno
     from aionn.runtime.executing.event import Event
-    from aionn.runtime.executing.starting import Starts
     from aionn.runtime.staging.measuring import Inputs, Run
     from aionn.runtime.staging.stage import Stage, StagePolicy
     from aionn.runtime.staging.stages import Staging
     from aionn.runtime.staging.swapping import NewModel
     from aionn.runtime.streaming.blocking import BlockingBurst
     from aionn.runtime.streaming.recovering import RecurrentStream
+    from aionn.runtime.streaming.starting import Starts
 
 _TRIALS = 16
 """So many trials of one compilation may run at once."""
@@ -120,9 +120,9 @@ class CompilationParts:
     def starts(self) -> Starts:
         """The executions behind `Compilation.start`."""
         if self._starts is None:
-            from aionn.runtime.executing.starting import IN_FLIGHT, Starts
+            from aionn.runtime.streaming.starting import Starts
 
-            self._starts = Starts(self.kept_model, self.bursts.executor(IN_FLIGHT))
+            self._starts = Starts(self.bursts)
         return self._starts
 
     async def wait_for_stage(self, staging: Staging, name: str, timeout_s: float | None) -> None:
@@ -537,8 +537,9 @@ class Compilation(AsyncClosed):
     ) -> Event:
         """Start an execution that begins when everything in `after` is done. Returns its event at once.
 
-        The driver waits for the dependencies, so a chain of models runs from driver to driver without this loop. Starts are independent of
-        each other, except for `after`. At most 64 may be pending. Arrays are copied now, so the app may change them at once.
+        An execution that depends on one of the same driver is with the driver at once and begins when that one ends, without this loop.
+        Starts are independent of each other, except for `after`. One that waits may delay later ones of its compilation. At most 64 may be
+        pending. Arrays are copied now, so the app may change them at once.
 
         Args:
             inputs: as for `compute`. Memory that an execution in `after` writes is read when that one is done.

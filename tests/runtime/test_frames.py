@@ -120,7 +120,7 @@ async def test_a_link_that_ends_leaves_nothing_of_it_in_the_driver(end: str) -> 
                 assert isinstance(change._link, Link)
                 link = change._link
             part = link._parts[0]
-            connection, number = part.prepared.device.connection, part.context._number
+            connection, number = part.prepared.device.connection, part.context.number
             found, _ = await connection.call(HasRequest(number, 1))  # the driver has the burst
             assert not found
             if end == "its link is replaced":

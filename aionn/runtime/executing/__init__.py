@@ -5,7 +5,6 @@ execution       `Execution`: one execution, from its arguments to its outputs, a
 transitions     the states of an execution, and which act leads from one to another
 event           `Event`: a started execution and its fence, as an app uses it
 fenced_plan     a started execution of a plan: its steps wait for each other in their drivers
-starting        the executions that an app has started; no task waits for them
 dependencies    what a started execution depends on, and what others rely on
 control         the control call as a channel, and executions with strings, sequences, maps and optionals
 link            a burst's queues as a channel: its connection to one driver

@@ -19,7 +19,7 @@ from aionn.remote.device import RemoteBuffer
 from aionn.remote.fences import check_pollable
 from aionn.runtime.executing.arguments import FrameLayout
 from aionn.runtime.executing.device_memory import DeviceMemory, state_of
-from aionn.runtime.executing.event import Event, error_of, fence_of
+from aionn.runtime.executing.event import Event, awaited_fence_of, error_of
 from aionn.runtime.executing.placement import Placement
 
 
@@ -45,7 +45,7 @@ class After:
     def dependency(self) -> Dependency:
         """Return what the driver waits for."""
         self.sent = True
-        return Dependency(self._fd) if self.event is None else Dependency(fence_of(self.event), is_event=True)
+        return Dependency(self._fd) if self.event is None else Dependency(awaited_fence_of(self.event), is_event=True)
 
     def close(self) -> None:
         fd, self._fd = self._fd, -1

@@ -1,7 +1,7 @@
 """`Event`: an execution that `Compilation.start` has begun. Its fence lets other executions and processes wait for it.
 
 Invariants
-    An event is settled once, and its fence is signalled at the same moment at the latest.
+    An event is settled once, and its fence is signalled at the same moment at the latest. A fence is made when somebody needs it.
     A task that awaits an event and is cancelled leaves the execution alone. Only `Event.cancel` cancels it.
     The event owns its fence. The descriptor is closed when the event is settled, or with the event if the app has asked for it.
 """
@@ -36,7 +36,7 @@ class Event:
 
     Attributes:
         name: in errors and log lines.
-        since_launch: `hal.Timing` from the arrival in the driver on, with the wait for dependencies; None unless timing was asked for.
+        since_launch: `hal.Timing` from the sending on, with the wait for dependencies; None unless timing was asked for.
             `Outputs.timing` begins when the dependencies were done.
 
     Examples:
@@ -49,22 +49,20 @@ class Event:
     """
 
     def __init__(self, label: str) -> None:
-        """Make an event that is pending.
-
-        Raises:
-            MemoryAllocationError: no file descriptor is left.
-        """
+        """Make an event that is pending."""
         self.name = f"{label or 'execution'} #{next(_numbers)}"
         self.since_launch: Timing | None = None
         self._loop = running_loop()
         self._pid = os.getpid()
-        self._fence = new_fence()
+        self._fence = -1
         self._asked = False
+        self._signalled = False  # whether drivers signal its fence
+        self._sent: tuple[object, int] | None = None  # to which driver, and how later requests there name it
         self._outputs: Outputs | None = None
         self._error: BaseException | None = None
         self._seen = False
         self._waiters: set[asyncio.Future[None]] = set()
-        self._when_settled: Callable[[], None] | None = None
+        self._when_settled: list[Callable[[], None]] = []
 
     def __repr__(self) -> str:
         status = self.status
@@ -141,12 +139,12 @@ class Event:
 
         Wait for it with `poll`, `epoll` or a loop's `add_reader`, in this process or another one, and never read it. The event owns the
         descriptor and closes it when the event is collected. Use `os.dup` for one that lives longer.
+
+        Raises:
+            MemoryAllocationError: no file descriptor is left.
         """
-        if self._fence < 0:
-            self._fence = new_fence()
-            signal_fence(self._fence, succeeded=self._outputs is not None)
         self._asked = True
-        return self._fence
+        return fence_of(self)
 
     def __del__(self) -> None:
         fence, self._fence = getattr(self, "_fence", -1), -1
@@ -165,21 +163,22 @@ def settle(event: Event, outcome: Outputs | BaseException) -> None:
         trace.count("event.failed", error=type(outcome).__name__)
     else:
         event._outputs = outcome
-    signal_fence(event._fence, succeeded=event._outputs is not None)
-    if not event._asked:
-        fence, event._fence = event._fence, -1
-        os.close(fence)
+    if event._fence >= 0:
+        signal_fence(event._fence, succeeded=event._outputs is not None)
+        if not event._asked:
+            fence, event._fence = event._fence, -1
+            os.close(fence)
     for waiter in event._waiters:
         if not waiter.done():
             waiter.set_result(None)
-    settled, event._when_settled = event._when_settled, None
-    if settled is not None:
-        settled()
+    settled, event._when_settled = event._when_settled, []
+    for callback in settled:
+        callback()
 
 
 def when_settled(event: Event, callback: Callable[[], None]) -> None:
-    """Call `callback` once, when the event is settled."""
-    event._when_settled = callback
+    """Call `callback` once, when the event is settled, which it is not yet. Callbacks are called in order."""
+    event._when_settled.append(callback)
 
 
 def error_of(event: Event) -> BaseException | None:
@@ -188,8 +187,42 @@ def error_of(event: Event) -> BaseException | None:
 
 
 def fence_of(event: Event) -> int:
-    """Return the descriptor of a pending event. It is closed when the event is settled."""
+    """Return the descriptor of an event. It is closed when the event is settled, unless the app has asked for it.
+
+    Raises:
+        MemoryAllocationError: no file descriptor is left.
+    """
+    if event._fence < 0:
+        event._fence = new_fence()
+        if event.done():  # looked at after the fence is there, because another thread may settle the event
+            signal_fence(event._fence, succeeded=event._outputs is not None)
     return event._fence
+
+
+def signalled_fence_of(event: Event) -> int:
+    """Return the descriptor of a pending event which its driver signals from now on."""
+    event._signalled = True
+    return fence_of(event)
+
+
+def awaited_fence_of(event: Event) -> int:
+    """Return the descriptor of an event for a driver that waits for it. An event of another loop keeps it for the app."""
+    return fence_of(event) if running_loop() is event._loop else event.fence()
+
+
+def is_signalled(event: Event, loop: object) -> bool:
+    """Return whether an event can be waited for by its fence alone: its driver signals it, or it belongs to another loop."""
+    return event._signalled or event._loop is not loop
+
+
+def note_sent(event: Event, driver: object, after: int) -> None:
+    """Note that the execution lies in a queue of that driver, where `after` names it (`packets.after_request`)."""
+    event._sent = driver, after
+
+
+def after_of(event: Event, driver: object) -> int:
+    """Return how a request names the execution that must succeed before, or 0 if it was not sent to that driver."""
+    return event._sent[1] if event._sent is not None and event._sent[0] is driver else 0
 
 
 def failed_dependency(event: Event | None, number: int) -> ExecutionError:

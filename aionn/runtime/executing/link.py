@@ -24,7 +24,7 @@ import msgspec
 
 from aionn import trace
 from aionn.burst.controller import ExecutionBurstController
-from aionn.burst.packets import DATUM_BYTES, PoolReference, encode_request_body, enough_datums
+from aionn.burst.packets import DATUM_BYTES, PoolReference, after_request, encode_request_body, enough_datums
 from aionn.errors import AionnError, CallerError
 from aionn.fmq import SOON, MessageQueue
 from aionn.hal.types import Result
@@ -125,16 +125,42 @@ class Link:
 
     def send(self, execution: Execution) -> Awaitable[object]:
         """Send one request over the queues; see `Channel`."""
-        layout, placement, options = execution.layout, execution.placement, execution.call.options
         try:
-            if placement is None:
-                body = plain_body(layout, execution.lent, options.measure_timing)
-            else:
-                body = placed_body(layout, execution.lent, self._frames, placement, options.measure_timing)
+            body = self.body(execution)
         except BaseException:
             execution.answered(None)
             raise
-        return self.controller.execute(body, self._entered(execution), options.deadline_ns)
+        return self.controller.execute(body, self._entered(execution), execution.call.options.deadline_ns)
+
+    def body(self, execution: Execution) -> bytes:
+        """Return the request of an execution whose arguments are placed.
+
+        Raises:
+            PacketError: a packet cannot carry it.
+        """
+        layout, placement, measure_timing = execution.layout, execution.placement, execution.call.options.measure_timing
+        if placement is None or not (placement.inputs or placement.outputs):
+            return plain_body(layout, execution.lent, measure_timing)
+        return placed_body(layout, execution.lent, self._frames, placement, measure_timing)
+
+    def start(self, execution: Execution, body: bytes, after: int) -> int:
+        """Send a request that no task awaits, and return how later ones name it (`packets.after_request`).
+
+        `execution.answered` is called once, as for `send`. Returns -1 if the request must wait for room in the queue, and was not sent.
+
+        Args:
+            after: an earlier request to this driver, which must succeed before, or 0.
+        """
+        settled = self._entered(execution)
+        identity = self.controller.caller.start(body, settled, execution.call.options.deadline_ns or 0, after)
+        if identity is None:
+            settled(None)
+            return -1
+        return after_request(self._parts[0].context.number, identity)
+
+    def make_late(self, sent: int) -> None:
+        """Let the driver answer a started request without running it, if it has not begun. `sent` is from `start`."""
+        self.controller.caller.make_late(sent & 0xFFFFFFFF)
 
     def _entered(self, execution: Execution) -> Callable[[Result | None], None]:
         """Count an execution that begins, while somebody watches. Returns what is to be called with its answer."""

@@ -36,6 +36,9 @@ static int model(struct shared *s, const struct exchange_table *t, const struct 
             *bytes = length + EXCHANGE_ELEMENT;
             memcpy(&stamp->first, copy + length + form->first_at, 8);
             memcpy(&stamp->second, copy + length + form->second_at, 8);
+            if (form->after_at)
+                for (unsigned i = 0; i < 7; i++) /* three bytes behind the kind, and four more */
+                    stamp->after |= (uint64_t)copy[length + (i < 4 ? form->after_at + i : i - 3)] << 8 * i;
         }
     }
     free(copy);
@@ -50,7 +53,7 @@ static void packets(uint64_t *seed, const struct exchange_form *form, bool hosti
     uint8_t *raw = malloc(s->capacity);
     MUST(raw);
     for (int step = 0; step < 200; step++) {
-        struct exchange_stamp sent = {random_next(seed), random_next(seed)}, taken = {0, 0}, told = {0, 0};
+        struct exchange_stamp sent = {random_next(seed), random_next(seed), random_next(seed) >> 8}, taken = {0, 0, 0}, told = {0, 0, 0};
         uint64_t bytes = 0, all, told_bytes = 0;
         switch (random_next(seed) % 6) {
         case 0: {
@@ -180,7 +183,7 @@ static void *call(void *unused)
     uint64_t answered = 0;
     (void)unused;
     for (uint64_t trip = 1; trip <= trips; trip++) {
-        struct exchange_stamp stamp = {trip, 0};
+        struct exchange_stamp stamp = {trip, 0, 0};
         struct exchange_body *body = &bodies[0][trip % 4];
         MUST(exchange_write(&writer, body->bytes, body->length, &EXCHANGE_REQUEST, &stamp) == RING_OK);
         while (trip - answered > (trip % 16 ? 3 : 0)) { /* up to three in flight, and now and then none */
@@ -238,7 +241,7 @@ static void longest(const struct exchange_form *form)
         struct ring writer = attach(s, true), reader = attach(s, true);
         struct exchange_table table = {0};
         uint64_t length = (uint64_t)(elements - 1) * EXCHANGE_ELEMENT, bytes = 0, all;
-        struct exchange_stamp sent = {7, 9}, taken = {0, 0};
+        struct exchange_stamp sent = {7, 9, 0}, taken = {0, 0, 0};
         uint8_t *body = calloc(1, length);
         MUST(body);
         memcpy(body + form->size_at, &elements, sizeof elements);

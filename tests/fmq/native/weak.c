@@ -302,7 +302,7 @@ static const uint8_t BODY[EXCHANGE_ELEMENT] = {1, 0, 0, 0, 2}; /* its own header
 static void write_packets(void)
 {
     for (uint64_t number = 1; number <= elements; number++) {
-        struct exchange_stamp stamp = {number, 0};
+        struct exchange_stamp stamp = {number, 0, 0};
         while (exchange_write(&writer, BODY, sizeof BODY, &EXCHANGE_REQUEST, &stamp) == RING_LESS)
             sleep_for(&writer, false, 2 * EXCHANGE_ELEMENT);
     }
@@ -314,7 +314,7 @@ static void read_packets(void)
     uint32_t index[2] = {0};
     struct exchange_table table = {.known = &known, .index = index, .count = 1, .room = 1};
     for (uint64_t number = 1; number <= elements; number++) {
-        struct exchange_stamp stamp = {0, 0};
+        struct exchange_stamp stamp = {0, 0, 0};
         uint64_t bytes, all;
         while (exchange_peek(&reader, &table, &EXCHANGE_REQUEST, &stamp, &bytes, &all) < 0)
             sleep_for(&reader, true, 2 * EXCHANGE_ELEMENT);
