@@ -49,6 +49,7 @@ if _typing.TYPE_CHECKING:
     from aionn.errors import ExecutionError as ExecutionError
     from aionn.errors import MemoryAllocationError as MemoryAllocationError
     from aionn.errors import OutputInsufficientSizeError as OutputInsufficientSizeError
+    from aionn.errors import ServiceDiedError as ServiceDiedError
     from aionn.errors import StageRejected as StageRejected
     from aionn.hal.batching import Batching as Batching
     from aionn.memory.hardware_buffer import HardwareBuffer as HardwareBuffer
@@ -84,7 +85,7 @@ else:
         "aionn.caching.outcomes": "CacheOutcome CacheOutcomeKind MissReason",
         "aionn.errors": "AionnError CallerError CompilationError DeadlineError DeviceBusyError DeviceMemoryLostError "
         "DeviceUnavailableError DriverDiedError DriverHungError ExecutionError MemoryAllocationError OutputInsufficientSizeError "
-        "StageRejected",
+        "ServiceDiedError StageRejected",
         "aionn.hal.batching": "Batching",
         "aionn.memory.hardware_buffer": "HardwareBuffer PlaneLayout",
         "aionn.memory.memory": "Memory",

@@ -26,6 +26,7 @@ __all__ = [
     "ExecutionError",
     "MemoryAllocationError",
     "OutputInsufficientSizeError",
+    "ServiceDiedError",
     "StageRejected",
 ]
 
@@ -165,6 +166,18 @@ class DeviceMemoryLostError(DriverDiedError):
         self.args = (
             f"the device memory was lost with the driver process of device {device!r}; allocate it again and fill it from a snapshot",
         )
+
+
+class ServiceDiedError(DriverDiedError):
+    """The service whose drivers the app uses has ended. Bursts that are open go on for a while. It is safe to make the same call again.
+
+    The runtime connects anew at each call that needs the service. The attributes are those of `DriverDiedError`; the exit code is None.
+    """
+
+    def __init__(self, why: str) -> None:
+        """Make the error. `why` is its message."""
+        super().__init__("", None)
+        self.args = (why,)
 
 
 class DriverHungError(AionnError):

@@ -31,6 +31,7 @@ SAMPLES: dict[str, Callable[[], BaseException]] = {
     ),
     "DriverDiedError": lambda: errors.DriverDiedError("onnxruntime", -9, "while it compiled"),
     "DeviceMemoryLostError": lambda: errors.DeviceMemoryLostError("onnxruntime", None),
+    "ServiceDiedError": lambda: errors.ServiceDiedError(TEXT),
     "DriverHungError": lambda: errors.DriverHungError("onnxruntime", 1.5),
     "DeadlineError": lambda: errors.DeadlineError(TEXT, transient=False),
     "DeviceBusyError": lambda: errors.DeviceBusyError(TEXT, waited_s=0.5, queue=256),

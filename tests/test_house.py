@@ -19,7 +19,7 @@ FLOORS = (
     {"remote"},
     {"runtime", "driver"},
     {"__init__", "testing"},
-    {"metrics", "otel", "sources", "fleet"},
+    {"metrics", "otel", "sources", "fleet", "service"},
     {"asgi", "ray"},
     {"cli"},
     {"__main__"},

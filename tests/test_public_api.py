@@ -61,6 +61,7 @@ FACE = {
     "PlaneLayout",
     "RecurrentStream",
     "Runtime",
+    "ServiceDiedError",
     "Stage",
     "StagePolicy",
     "StageRejected",

@@ -121,6 +121,44 @@ def run(
     run_model(model, RunOptions(input or (), device, repeat, burst, cache_dir, state_dir, trace, threads, instances, shape or ()), json)
 
 
+Socket = Annotated[str | None, Parameter(name="--socket")]
+
+
+@app.command
+def serve(
+    *,
+    socket: Socket = None,
+    replace: Annotated[bool, Parameter(name="--replace", negative="", show_default=False)] = False,
+    state_dir: StateDir = None,
+) -> None:
+    """Serve the apps of this user with drivers that they share, until Ctrl-C or SIGTERM.
+
+    An app uses it with Runtime(service="auto") or with the variable AIONN_SERVICE=auto.
+
+    Args:
+        socket: Path of the socket. Default: $XDG_RUNTIME_DIR/aionn/service.sock, or the socket that systemd gives.
+        replace: Take the place of the service that listens there. That one ends when its last app has gone.
+        state_dir: Folder of the records that vouch for caches; it must last as long. Default: $XDG_STATE_HOME/aionn, else
+            ~/.local/state/aionn.
+    """
+    from aionn.cli.service import ServeServiceOptions
+    from aionn.cli.service import serve as serve_apps
+
+    serve_apps(ServeServiceOptions(socket, replace, state_dir))
+
+
+@app.command
+def ps(*, socket: Socket = None, json: Json = False) -> None:
+    """List the apps that share the drivers of the service, and what they hold.
+
+    Args:
+        socket: Path of the service's socket. Default: $XDG_RUNTIME_DIR/aionn/service.sock.
+    """
+    from aionn.cli.service import show
+
+    show(socket, json)
+
+
 @app.command(name="serve-http")
 def serve_http(
     *model: str,

@@ -47,13 +47,13 @@ PATIENCE_S = 5.0
 It is less than the usual `hang_s`, after which a driver whose loop waits is killed."""
 
 
-def bind_to_parent() -> None:
-    """Ask the kernel to kill this process when its parent ends, and leave `GROUP_SIGNALS` to the parent.
+def bind_to_parent(*, outlives: bool = False) -> None:
+    """Ask the kernel to kill this process when its parent ends, unless it `outlives` it. Leave `GROUP_SIGNALS` to the parent.
 
     The parent starts this process with every signal blocked, so none of them arrives before it is ignored.
     """
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0) != 0:
+    if not outlives and libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed, so this driver would outlive its app; allow it in the sandbox")
     for number in GROUP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
@@ -146,6 +146,7 @@ class Begun(NamedTuple):
         held: descriptors that hold folders for temporary files while this process lives.
         confinement: what the process has given away.
         refusal: why the driver may not serve, or an empty text.
+        shared: whether it serves other apps beside its parent, and outlives its parent while they stream.
     """
 
     name: str
@@ -155,10 +156,11 @@ class Begun(NamedTuple):
     held: tuple[int, ...]
     confinement: Confinement
     refusal: str = ""
+    shared: bool = False
 
 
 def begin(arguments: list[str]) -> Begun | int:
-    """Prepare this process: `python -m aionn.driver NAME[=HOME] FD [SCHEDULE [STATE_DIR [SANDBOX [EXPORTS [COUNTER [NEEDS]]]]]]`.
+    """Prepare this process: `python -m aionn.driver NAME[=HOME] FD [SCHEDULE [STATE_DIR [SANDBOX [EXPORTS [COUNTER [NEEDS [SHARED]]]]]]]`.
 
     Returns an exit code for bad usage.
 
@@ -168,18 +170,22 @@ def begin(arguments: list[str]) -> Begun | int:
             taken it up. Each device keeps its records in a folder of STATE_DIR. SANDBOX is the level. EXPORTS is the
             path of a folder for an engine that writes temporary files by path; see `caching.private_folder`. COUNTER is the
             descriptor of an eventfd. An app that reads this process's output gives it (`runtime.processes.child`). NEEDS is JSON
-            with the fields of `aionn.needs.Needs`, in place of those that the engine's package states.
+            with the fields of `aionn.needs.Needs`, in place of those that the engine's package states. SHARED is not empty for a
+            driver that serves other apps, too.
     """
     numbers = [arguments[place] for place in (1, 6) if place < len(arguments)]
-    if not 2 <= len(arguments) <= 8 or not all(number.isdigit() for number in numbers) or not is_schedule(schedule_of(arguments)):
-        usage = "python -m aionn.driver ENGINE[=MODULE:CLASS] SOCKET_FD [CPUS|idle [STATE_DIR [SANDBOX [EXPORTS [COUNTER [NEEDS]]]]]]"
+    if not 2 <= len(arguments) <= 9 or not all(number.isdigit() for number in numbers) or not is_schedule(schedule_of(arguments)):
+        usage = (
+            "python -m aionn.driver ENGINE[=MODULE:CLASS] SOCKET_FD [CPUS|idle [STATE_DIR [SANDBOX [EXPORTS [COUNTER [NEEDS [SHARED]]]]]]]"
+        )
         print(f"usage: {usage}  (started by aionn's runtime; see `aionn devices`)", file=sys.stderr)
         return 2
     name, equals, home = arguments[0].rpartition("=")  # a provider's name may have one, too
     if not equals:
         name, home = home, ""
     fd, *counters = map(int, numbers)
-    bind_to_parent()
+    shared = bool(arguments[8:] and arguments[8])
+    bind_to_parent(outlives=shared)
     name_process(name)
     close_inherited((fd, *counters))
     raise_file_limit()
@@ -198,7 +204,7 @@ def begin(arguments: list[str]) -> Begun | int:
     try:
         if level != "off":
             keep_bytecode()
-        needs = None if level == "off" else _needs(*_place(name, home), *arguments[7:])
+        needs = None if level == "off" else _needs(*_place(name, home), *arguments[7:8])
         if needs is not None:  # else the records' folder is made at its first use
             with suppress(OSError):  # the store of digests says why it cannot be used
                 writable.append(records.made())
@@ -214,7 +220,7 @@ def begin(arguments: list[str]) -> Begun | int:
         refusal = f"device {name!r} cannot start: {error}"
     if pipe is not None:
         watch_pipe(pipe, *counters)
-    return Begun(name, home, sock, records, tuple(held), confinement, refusal)
+    return Begun(name, home, sock, records, tuple(held), confinement, refusal, shared)
 
 
 def _place(name: str, home: str) -> tuple[str, str]:

@@ -1,6 +1,7 @@
 """What a driver process does after `beginning`: find its engine, greet, serve until the client is gone.
 
-The driver ends with its parent, however the parent ends. The kernel sends SIGKILL when the parent's thread that started the driver
+The driver ends with its parent, however the parent ends. (One that a service shares among apps goes on for a while, if a burst is
+open: `ORPHANED_S`.) The kernel sends SIGKILL when the parent's thread that started the driver
 is gone. That signal does not reach a driver in another pid namespace, or with a process in between. There the end of the control
 socket ends the driver. The driver leaves nothing that could outlive it: no named memory, no child, no file. (An engine that
 writes temporary files by path leaves them in a private folder, which the app removes. No engine of aionn does.)
@@ -40,6 +41,9 @@ from aionn.pages.layout import PAGE_BYTES
 from aionn.pages.page import DriverPage, until_beat_s
 from aionn.remote.control import STACKS_SIGNAL, Refused, encode, failure_of
 from aionn.tasks import Tasks, in_thread
+
+ORPHANED_S = 60.0
+"""How long a shared driver whose owner has gone serves the bursts that are open. Its apps have found another one by then."""
 
 
 def _beat(page: DriverPage) -> None:
@@ -103,7 +107,7 @@ async def _serve_one(made: Any, begun: Begun, page: DriverPage) -> None:
             async with entered(made) as device:
                 await _serve_until_gone(device, begun, tasks, page)
         else:
-            await _serve_until_gone(EngineDevice(made, tasks, begun.records, page, begun.name), begun, tasks, page)
+            await _serve_until_gone(EngineDevice(made, tasks, begun.records, page, begun.name, begun.shared), begun, tasks, page)
         for task in asyncio.all_tasks() - {asyncio.current_task()}:
             task.cancel()
 
@@ -115,6 +119,9 @@ async def _serve_until_gone(device: IDevice, begun: Begun, tasks: Tasks, page: D
     logging.getLogger("aionn").addHandler(lines)
     await service.ended.wait()
     logging.getLogger("aionn").removeHandler(lines)
+    if begun.shared:
+        with suppress(TimeoutError):
+            await asyncio.wait_for(service.brought.guests_gone(streaming=True), ORPHANED_S)
     with suppress(TimeoutError):
         await asyncio.wait_for(service.aclose(), CLEAN_UP_S)
 

@@ -8,7 +8,8 @@ prepared model of the client that brought it, and may use the buffers of that cl
 
 Invariants
     A prepared model is freed when the last client that holds it has released it, or has gone.
-    A client that was brought ends at the latest with the one that brought it.
+    A client that was brought ends at the latest with the one that brought it, unless it is a guest: a client of another app.
+    A guest gets nothing of the client that brought it. Only the driver's owner, its first client, may ask about guests.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ from aionn.remote.calls import (
     ConfigureExecutionBurst,
     CopyFrom,
     CopyTo,
+    Drain,
+    EndGuest,
     Execute,
     ExecuteFenced,
     ExecuteValues,
@@ -50,6 +53,8 @@ from aionn.remote.calls import (
     FreeMemory,
     GetMemories,
     GetSupportedOperations,
+    GuestFacts,
+    Guests,
     HalCall,
     HasRequest,
     LentMemory,
@@ -101,7 +106,7 @@ class SharedModel:
 class ClientTables:
     """What one client has made in the driver, by the numbers that the client names. `brought_by`: those of the client that brought it."""
 
-    def __init__(self, brought_by: ClientTables | None) -> None:
+    def __init__(self, brought_by: ClientTables | None = None) -> None:
         self._brought_by = brought_by
         self.prepared: dict[int, SharedModel] = {}
         self.bursts: dict[int, IBurstContext] = {}
@@ -125,6 +130,77 @@ class ClientTables:
                 await table.popitem()[1].aclose()
 
 
+class Brought:
+    """The clients that one client has brought.
+
+    Args:
+        by: the clients among which that one is, or None for those of the driver's owner.
+    """
+
+    def __init__(self, by: Brought | None = None) -> None:
+        self._clients: set[DeviceService] = set()
+        self._is_owners = by is None
+        self._changed: asyncio.Event = asyncio.Event() if by is None else by._changed
+
+    def add(self, client: DeviceService) -> None:
+        """Note a client that has come."""
+        self._clients.add(client)
+
+    def forget(self, client: DeviceService) -> None:
+        """Note that a client has gone."""
+        self._clients.discard(client)
+        self._changed.set()
+
+    def burst_closed(self) -> None:
+        """Note that one of these clients, or the one that brought them, has closed a burst."""
+        self._changed.set()
+
+    async def aclose(self) -> None:
+        """Free everything of all of them."""
+        for client in list(self._clients):
+            await client.aclose()
+
+    async def guests_gone(self, *, streaming: bool = False) -> None:
+        """Return when no guest is left, or with `streaming` no guest that has an open burst."""
+        while any(client.guest and (not streaming or _bursts_of(client)) for client in self._clients):
+            self._changed.clear()
+            await self._changed.wait()
+
+    def _facts(self) -> tuple[GuestFacts, ...]:
+        facts: dict[int, tuple[int, int, int]] = {}
+        for client in self._clients:
+            if client.guest:
+                models, bursts, buffers = facts.get(client.guest, (0, 0, 0))
+                made = client.made
+                facts[client.guest] = models + len(made.prepared), bursts + _bursts_of(client), buffers + len(made.buffers)
+        return tuple(GuestFacts(guest, *numbers) for guest, numbers in facts.items())
+
+    async def answer(self, body: HalCall[Any]) -> object:
+        """Answer what a driver's owner asks about its guests.
+
+        Raises:
+            CallerError: another client asks that.
+            ControlError: it is another call, which no driver answers.
+        """
+        if not isinstance(body, Guests | EndGuest | Drain):
+            raise ControlError(f"the client called {type(body).__name__}, which only an app answers")
+        if not self._is_owners:
+            raise CallerError(f"{type(body).__name__} is a call of the driver's owner, and this client is not; leave it to the service")
+        if isinstance(body, Guests):
+            return self._facts()
+        if isinstance(body, Drain):
+            await self.guests_gone()
+            return None
+        for client in [each for each in self._clients if each.guest == body.guest]:
+            client.end(None)
+        return None
+
+
+def _bursts_of(client: DeviceService) -> int:
+    """Return how many bursts a client has, with those of the clients that it has brought."""
+    return len(client.made.bursts) + sum(map(_bursts_of, client.brought._clients))
+
+
 class DeviceService:
     """Serves one client over one socket.
 
@@ -135,6 +211,12 @@ class DeviceService:
         page_fd: the descriptor of this process's statistics page, which goes to the client with the greeting. The caller keeps
             owning the descriptor.
         brought_by: the service of the client that has brought this one, if one has.
+        guest: the number of another app, which the client belongs to, or 0.
+
+    Attributes:
+        guest: as above.
+        made: what this client has made.
+        brought: the clients that it has brought.
     """
 
     def __init__(
@@ -145,19 +227,21 @@ class DeviceService:
         page_fd: int | None = None,
         confinement: Confinement = Confinement(),  # noqa: B008 -- frozen
         brought_by: DeviceService | None = None,
+        guest: int = 0,
     ) -> None:
         self._confinement = confinement
         self._brought_by = brought_by
-        self._brought: set[DeviceService] = set()
+        self.brought: Brought = Brought(None if brought_by is None else brought_by.brought)
+        self.guest = guest
         self._page = () if page_fd is None else (Fd(page_fd),)
         self._device = device
         self._tasks = tasks
-        self._made: ClientTables = ClientTables(None if brought_by is None else brought_by._made)
+        self.made: ClientTables = ClientTables(None if brought_by is None or guest else brought_by.made)
         self._waits: dict[int, Waits] = {}  # by prepared model
         self._last_number = 0 if brought_by is None else ATTACHED
         self._cancellable: dict[int, asyncio.Task[Any] | None] = {}  # by call, while it may be stopped
         self.ended = asyncio.Event()
-        self._connection = Connection(sock, self._call, self._end, on_cancel=self._cancel_soon, on_attach=self._attach)
+        self._connection = Connection(sock, self._call, self.end, on_cancel=self._cancel_soon, on_attach=self._attach)
 
     async def start(self) -> None:
         """Greet the client, which may call from now on."""
@@ -170,16 +254,17 @@ class DeviceService:
 
     def _attach(self, message: Attach, descriptors: Descriptors) -> None:
         """Serve one more client, unless the model that it is to have has been released meanwhile."""
-        held = self._made.prepared.get(message.prepared)
-        if held is None or descriptors.lost:
+        held = self.made.prepared.get(message.prepared)
+        if (held is None and message.prepared) or descriptors.lost:
             descriptors.close()  # the client sees the end of its socket, and asks again or not
             return
         if not stat.S_ISSOCK(os.fstat(message.socket).st_mode):
             raise ControlError("the app sent a client without a socket")
         sock = socket.socket(fileno=descriptors.take(message.socket))
-        service = DeviceService(self._device, sock, self._tasks, None, self._confinement, self)
-        service._made.prepared[ATTACHED] = held.hold()
-        self._brought.add(service)
+        service = DeviceService(self._device, sock, self._tasks, None, self._confinement, self, message.guest)
+        if held is not None:
+            service.made.prepared[ATTACHED] = held.hold()
+        self.brought.add(service)
         self._tasks.start_soon(service._live, name="client")
 
     async def _live(self) -> None:
@@ -193,13 +278,14 @@ class DeviceService:
         except Exception:  # an error of one client must not end the others
             logger.exception("device %r could not serve or free one of its clients", self._device.name)
         finally:
-            self._brought_by._brought.discard(self)
+            self._brought_by.brought.forget(self)
 
     def log(self, level: int, name: str, text: str) -> None:
         """Send a line of this process's log to the client."""
         self._connection.post(LogLine(level, name, text))
 
-    def _end(self, error: Exception | None) -> None:
+    def end(self, error: Exception | None) -> None:
+        """End the connection, with the error if the client has broken the protocol."""
         if error is not None:
             logger.warning("device %r ends the connection of its client: %s", self._device.name, error)
         self._connection.end(error if isinstance(error, AionnError) else ControlError("the client has gone"))
@@ -207,12 +293,11 @@ class DeviceService:
 
     async def aclose(self) -> None:
         """Free everything that the client made here, and what the clients made that it has brought."""
-        self._end(None)
-        for service in list(self._brought):
-            await service.aclose()
+        self.end(None)
+        await self.brought.aclose()
         for number in list(self._waits):
             self._end_waits(number)
-        await self._made.aclose()
+        await self.made.aclose()
 
     def _call(self, call_id: int, body: HalCall[Any], descriptors: Descriptors) -> None:
         self._tasks.start_soon(self._serve, call_id, body, descriptors, name=type(body).__name__)
@@ -276,40 +361,41 @@ class DeviceService:
             case ConfigureExecutionBurst():
                 return await self._configure(body, received)
             case ExportAgain(prepared=number, cache=cache):
-                tuning = getattr(self._made.model(number), "tuning", None)
+                tuning = getattr(self.made.model(number), "tuning", None)
                 if tuning is None:
                     raise CallerError(f"device {device.name!r} offers no better artifact of this model")
                 return str(await tuning.export_again(None if cache is None else received.cache(cache)))
             case FreeMemory(burst=number, slot=slot):
-                await _known(self._made.bursts, number, "burst").free_memory(slot)
+                await _known(self.made.bursts, number, "burst").free_memory(slot)
             case HasRequest(burst=number, identity=identity):
-                find = getattr(_known(self._made.bursts, number, "burst"), "has_request", None)  # a device written by hand may lack it
+                find = getattr(_known(self.made.bursts, number, "burst"), "has_request", None)  # a device written by hand may lack it
                 return find is None or bool(find(identity))
             case CloseBurst(burst=number):
-                await _close(self._made.bursts, number)
+                await _close(self.made.bursts, number)
+                self.brought.burst_closed()
             case ReleasePreparedModel(prepared=number):
                 self._end_waits(number)
-                await _close(self._made.prepared, number)
+                await _close(self.made.prepared, number)
             case Allocate(desc=desc, prepared_models=numbers, input_roles=inputs, output_roles=outputs):
-                buffer = await device.allocate(desc, list(map(self._made.model, numbers)), inputs, outputs)
-                self._made.buffers[buffer.token] = buffer
+                buffer = await device.allocate(desc, list(map(self.made.model, numbers)), inputs, outputs)
+                self.made.buffers[buffer.token] = buffer
                 return buffer.token
             case CopyFrom(token=token, source=lent, dimensions=dimensions):
-                buffer = self._made.buffer(token)
+                buffer = self.made.buffer(token)
                 await buffer.copy_from(received.source(lent, body.offset, body.length), dimensions)
             case CopyTo(token=token, target=lent):
-                buffer = self._made.buffer(token)
+                buffer = self.made.buffer(token)
                 with received.part(lent, body.offset, body.length) as target:
                     await buffer.copy_to(target)
             case FreeBuffer(token=token):
-                await _close(self._made.buffers, token)
+                await _close(self.made.buffers, token)
             case _:
-                raise ControlError(f"the client called {type(body).__name__}, which only an app answers")
+                return await self.brought.answer(body)
         return None
 
     def _keep(self, prepared: IPreparedModel) -> Prepared:
         self._last_number += 1
-        self._made.prepared[self._last_number] = SharedModel(prepared)
+        self.made.prepared[self._last_number] = SharedModel(prepared)
         operands = as_messages(prepared.inputs), as_messages(prepared.outputs)
         contents = getattr(prepared, "contents", b"")  # of a device that copies constants
         runs_on = getattr(prepared, "runs_on", "")
@@ -319,7 +405,7 @@ class DeviceService:
         return Prepared(self._last_number, *operands, prepared.save_outcome, contents, runs_on, tunes, rows, shown, instances)
 
     async def _execute(self, body: Execute, received: Received) -> Result:
-        prepared = self._made.model(body.prepared)
+        prepared = self.made.model(body.prepared)
         try:
             pools = self._pools(prepared, body, received)
         except AionnError as error:
@@ -329,7 +415,7 @@ class DeviceService:
     async def _execute_values(self, call_id: int, body: ExecuteValues, descriptors: Descriptors) -> None:
         from aionn.driver.values import serve_values  # few models have such values
 
-        executed, region = await serve_values(self._made.model(body.prepared), body, descriptors)
+        executed, region = await serve_values(self.made.model(body.prepared), body, descriptors)
         descriptors.close()
         try:
             self._connection.reply(call_id, executed)
@@ -348,13 +434,13 @@ class DeviceService:
         check_fence(fence)
         given, failed = None, None
         try:
-            prepared = self._made.model(body.prepared)
+            prepared = self.made.model(body.prepared)
             pools = self._pools(prepared, body, received)
             after = [Dependency(each.fd, each.is_event) for each in body.after]
             # A run that has begun is not cancelled.
             with _cancelled_as_error(self._cancellable, call_id, "the execution was cancelled by its caller before it began"):
                 failed = await self._waits.setdefault(body.prepared, Waits()).done(after, body.deadline_ns)
-            self._made.model(body.prepared)  # it may have been released meanwhile
+            self.made.model(body.prepared)  # it may have been released meanwhile
             if failed is not None:
                 given = dependency_failed(failed)
         except AionnError as error:
@@ -382,7 +468,7 @@ class DeviceService:
             ExecutionError: a descriptor does not fit its description, or cannot be mapped (GENERAL_FAILURE).
             MemoryAllocationError: a memory has holes that cannot be filled now.
         """
-        buffers = {pool: self._made.buffer(pool) for pool in body.pools if isinstance(pool, int)}
+        buffers = {pool: self.made.buffer(pool) for pool in body.pools if isinstance(pool, int)}
         sizes = []
         for pool in body.pools:
             if isinstance(pool, LentMemory):
@@ -394,12 +480,12 @@ class DeviceService:
         return [received.memory(pool) if isinstance(pool, LentMemory) else buffers[pool] for pool in body.pools]
 
     async def _configure(self, body: ConfigureExecutionBurst, received: Received) -> int:
-        prepared = self._made.model(body.prepared)
+        prepared = self.made.model(body.prepared)
         channels = received.queue(body.request_channel), received.queue(body.result_channel)
         self._last_number += 1
         number = self._last_number
-        callback = BurstCallback(self._connection, number, self._made)
-        self._made.bursts[number] = await prepared.configure_execution_burst(callback, *channels, body.anticipate)
+        callback = BurstCallback(self._connection, number, self.made)
+        self.made.bursts[number] = await prepared.configure_execution_burst(callback, *channels, body.anticipate)
         return number
 
 

@@ -250,6 +250,7 @@ class PageReader:
     Attributes:
         pid: of the process that made the page, as the page says.
         start_time: of the same process; see `start_time_of`.
+        started_ns: when its app started the process, or 0 if that is not known.
     """
 
     def __init__(self, fd: int, started_ns: int = 0) -> None:
@@ -263,7 +264,7 @@ class PageReader:
             OSError: the page cannot be mapped.
         """
         self._fd = fd
-        self._started_ns = started_ns
+        self.started_ns = started_ns
         self._joining: frozenset[int] = frozenset()
         try:
             self._mapping = map_sealed(fd, layout.PAGE_BYTES)
@@ -280,7 +281,7 @@ class PageReader:
 
     def read(self) -> Activity:
         """Return what the driver does now. A time that cannot be right is 0."""
-        return layout.activity(self._words, self._started_ns)
+        return layout.activity(self._words, self.started_ns)
 
     def joined_runs(self, model: int) -> layout.JoinedRuns | None:
         """Return what a prepared model has joined, or None if the page does not show that model, or is closed."""
@@ -294,6 +295,10 @@ class PageReader:
         """Return an upper bound in seconds for a quantile of that model's execution times, or None if fewer than `least` ended."""
         first = layout.slot_word(slot) + layout.HISTOGRAM
         return layout.quantile_s(self._words[first : first + layout.BUCKETS].tolist(), quantile, least)
+
+    def for_reading(self) -> int:
+        """Return a new descriptor of the page, by which it cannot be written to."""
+        return os.open(f"/proc/self/fd/{self._fd}", os.O_RDONLY | os.O_CLOEXEC)
 
     def trace_until(self, until_ns: int) -> None:
         """Ask the driver for trace records until that moment of CLOCK_MONOTONIC."""

@@ -6,6 +6,7 @@
                  calls both ways: each call ends with its answer or with the connection; the answer alone gives back what a call lent
     fences       eventfds that say that an execution is over, and how one waits for them
     device       an `IDevice` as the app sees it, with its models, buffers, bursts and options' files; `driver.service` is the other end
+    attaching    the socket of a service: where it lies, and how an app connects
     attached     a driver as one more client of it sees it, in a thread without a loop
     values       strings, sequences, maps and optionals as bytes, and back; the calls that carry them
     orders       what an app asks of its template of drivers (sans-IO)

@@ -22,7 +22,7 @@ from aionn.hal.values import as_messages
 from aionn.loopless import leave_in_child, seconds_until
 from aionn.remote.calls import HalCall, LogLine, Prepared
 from aionn.remote.connection import Connection, Descriptors
-from aionn.remote.control import ATTACHED, ControlError, Ready, Refused, error_of
+from aionn.remote.control import ATTACHED, ControlError, Ready, Refused, ServiceReady, error_of
 from aionn.remote.device import RemoteDevice, RemotePreparedModel
 
 PATIENCE_S = 0.05
@@ -93,8 +93,10 @@ class AttachedDriver:
             DeadlineError("the driver did not accept a connection by the deadline; it may still be busy", transient=True)
         )
 
-    def _greeted(self, greeting: Ready | Refused, descriptors: Descriptors) -> None:
+    def _greeted(self, greeting: Ready | Refused | ServiceReady, descriptors: Descriptors) -> None:
         descriptors.close()
+        if isinstance(greeting, ServiceReady):
+            raise ControlError("a driver greets as a driver")
         if isinstance(greeting, Refused):
             self._greeting.set_exception(error_of(greeting.failure))
         else:

@@ -151,6 +151,61 @@ class ExecutedValues(ControlMessage, frozen=True):
     outputs: Values = Values()
 
 
+class GuestFacts(ControlMessage, frozen=True):
+    """One app that a driver serves beside its owner.
+
+    Attributes:
+        guest: its number, as the owner counts them.
+        models, bursts, buffers: how many it has now.
+    """
+
+    guest: int
+    models: int
+    bursts: int
+    buffers: int
+
+
+class ConnectedDriver(ControlMessage, frozen=True):
+    """A driver of the service, and the app's connection to it. It greets over the socket.
+
+    Attributes:
+        pid, started_ns: of the driver's process.
+        page: its statistics page, which the app may read.
+    """
+
+    socket: Fd
+    pidfd: Fd
+    page: Fd
+    pid: int
+    started_ns: int
+
+
+class DriverFacts(ControlMessage, frozen=True):
+    """One driver of the service."""
+
+    device: str
+    pid: int
+    when_idle: bool
+    guests: tuple[GuestFacts, ...]
+
+
+class ServiceFacts(ControlMessage, frozen=True):
+    """What a service holds now. `apps` has the process of each app that is attached."""
+
+    pid: int
+    release: str
+    seconds: float
+    apps: tuple[int, ...]
+    drivers: tuple[DriverFacts, ...]
+
+
+class TakenOver(ControlMessage, frozen=True):
+    """The socket on which the service has listened, and the lock that says who listens."""
+
+    listening: Fd
+    lock: Fd
+
+
 # --- the app asks the driver -------------------------------------------------------------------------------------------
 
 
@@ -279,6 +334,48 @@ class CopyTo(HalCall[None], frozen=True):
 
 class FreeBuffer(HalCall[None], frozen=True):
     token: int
+
+
+class Guests(HalCall[tuple[GuestFacts, ...]], frozen=True):
+    """Ask who else uses the driver, and how much."""
+
+
+class EndGuest(HalCall[None], frozen=True):
+    """Free everything of a guest, whose process has ended."""
+
+    guest: int
+
+
+class Drain(HalCall[None], frozen=True):
+    """Wait until the last guest has gone."""
+
+
+# --- an app asks the service -------------------------------------------------------------------------------------------
+
+
+class ConnectDriver(HalCall[ConnectedDriver], frozen=True):
+    """Ask for a connection to the driver of a device. Drivers with other settings are other processes.
+
+    Attributes:
+        when_idle: whether the driver gets only CPU time that no other process wants.
+        sandbox, threads, environment: as `runtime.processes.Settings`.
+        needs: of the device, as JSON with the fields of `aionn.needs.Needs`, or empty.
+    """
+
+    device: str
+    when_idle: bool
+    sandbox: str
+    threads: int
+    environment: dict[str, str]
+    needs: bytes = b""
+
+
+class ReadService(HalCall[ServiceFacts], frozen=True):
+    """Ask what the service holds, for `aionn ps`."""
+
+
+class TakeOver(HalCall[TakenOver], frozen=True):
+    """Ask a service to let another one serve. It takes no new work from then on, and ends with its last guest."""
 
 
 # --- the driver asks the app -------------------------------------------------------------------------------------------

@@ -59,6 +59,7 @@ from aionn.remote.control import (
     Ready,
     Refused,
     Reply,
+    ServiceReady,
     decode,
     decode_header,
     encode,
@@ -371,7 +372,7 @@ class Connection:
     Args:
         on_call: called with each call of the peer. It answers by `reply`, now or later, and owns the descriptors.
         on_end: called when the socket has ended, with the error if the peer broke the protocol. The owner then calls `end`.
-        on_greeting: called with `Ready` or `Refused`. It owns the descriptors.
+        on_greeting: called with `Ready`, `Refused` or `ServiceReady`. It owns the descriptors.
         on_cancel: called with the id of a call for which the peer has stopped waiting.
         on_attach: called with a message that brings one more client. It owns the descriptors.
         loop: what it waits by, if that is not the running loop: a thread's waits.
@@ -382,7 +383,7 @@ class Connection:
         sock: socket.socket,
         on_call: CallHandler,
         on_end: Callable[[Exception | None], None],
-        on_greeting: Callable[[Ready | Refused, Descriptors], None] | None = None,
+        on_greeting: Callable[[Ready | Refused | ServiceReady, Descriptors], None] | None = None,
         on_cancel: Callable[[int], None] | None = None,
         on_attach: Callable[[Attach, Descriptors], None] | None = None,
         loop: Loop | None = None,
@@ -515,19 +516,19 @@ class Connection:
         """Answer a call of the peer with an error."""
         self._channel.post(Failed(call_id, failure_of(error)))
 
-    def greet(self, greeting: Ready | Refused) -> None:
-        """Send the first frame of a driver. The caller keeps owning the descriptors."""
+    def greet(self, greeting: Ready | Refused | ServiceReady) -> None:
+        """Send the first frame of a driver or a service. The caller keeps owning the descriptors."""
         self._channel.post(greeting)
 
-    def attach(self, prepared: int) -> socket.socket:
+    def attach(self, prepared: int, guest: int = 0) -> socket.socket:
         """Give the driver one more client, from any thread. Returns the client's socket, over which the driver greets it.
 
-        The driver closes the socket if it does not have the prepared model of that number any more.
+        The driver closes the socket if it does not have the prepared model of that number any more. The arguments are as for `Attach`.
         """
         ours, theirs = socket.socketpair()
         try:
             with theirs:
-                self._channel.post(Attach(Fd(theirs.fileno()), prepared))
+                self._channel.post(Attach(Fd(theirs.fileno()), prepared, guest))
         except BaseException:
             ours.close()
             raise
@@ -606,7 +607,7 @@ class Connection:
                 if self._on_attach is None:
                     raise ControlError("the driver sent a client, which only an app does")
                 self._on_attach(message, descriptors)
-            case Ready() | Refused():
+            case Ready() | Refused() | ServiceReady():
                 if self._on_greeting is None:
                     raise ControlError("the app sent a greeting, which only a driver sends")
                 self._on_greeting(message, descriptors)

@@ -30,6 +30,7 @@ from aionn.errors import (
     ExecutionError,
     MemoryAllocationError,
     OutputInsufficientSizeError,
+    ServiceDiedError,
     text_of,
 )
 from aionn.escapes import escaped
@@ -39,7 +40,7 @@ from aionn.sandbox.report import Confinement
 
 A = TypeVar("A")
 
-PROTOCOL = 12
+PROTOCOL = 13
 """Grows with every change of a message. Two ends with different numbers refuse each other at once."""
 
 STACKS_SIGNAL = int(signal.SIGRTMIN) + 7
@@ -87,8 +88,15 @@ class Ready(ControlMessage, frozen=True):
     page: tuple[Fd, ...] = ()
 
 
+class ServiceReady(ControlMessage, frozen=True):
+    """The first frame of a service. `release` is that of its aionn."""
+
+    protocol: int
+    release: str
+
+
 class Refused(ControlMessage, frozen=True):
-    """The first frame of a driver that cannot serve."""
+    """The first frame of a driver or a service that cannot serve."""
 
     failure: Failure
 
@@ -124,17 +132,19 @@ class Attach(ControlMessage, frozen=True):
     Attributes:
         socket: the driver's end of the connection with the client.
         prepared: the prepared model that the client gets, by its number with the client that sends this. The new client knows the model
-            as `ATTACHED`, and keeps it in the driver.
+            as `ATTACHED`, and keeps it in the driver. 0: the client gets none.
+        guest: the number of another app, as the sender counts them. Such a client lives on when the sender has gone. 0: it is the sender's.
     """
 
     socket: Fd
     prepared: int
+    guest: int = 0
 
 
 ATTACHED = 1
 """The number of the prepared model that a client has from the beginning."""
 
-Message = CallMessage[Any] | Reply[Any] | Failed | Cancel | Attach | Ready | Refused
+Message = CallMessage[Any] | Reply[Any] | Failed | Cancel | Attach | Ready | Refused | ServiceReady
 
 
 def no_fd() -> Fd:
@@ -151,7 +161,7 @@ def _named(kind: type, value: object) -> Fd:
 
 
 _CALLS = tuple(HalCall.__subclasses__())
-_MESSAGES: Any = CallMessage[Union[_CALLS]] | Reply[msgspec.Raw] | Failed | Cancel | Attach | Ready | Refused  # type: ignore[valid-type]  # noqa: UP007
+_MESSAGES: Any = CallMessage[Union[_CALLS]] | Reply[msgspec.Raw] | Failed | Cancel | Attach | Ready | Refused | ServiceReady  # type: ignore[valid-type]  # noqa: UP007
 _DECODER: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(_MESSAGES, dec_hook=_named)
 _ANSWER_DECODERS: dict[type[HalCall[Any]], msgspec.msgpack.Decoder[Any]] = {
     call: msgspec.msgpack.Decoder(get_args(call.__orig_bases__[0])[0], dec_hook=_named)  # type: ignore[attr-defined]
@@ -254,6 +264,8 @@ def _failure_of(error: BaseException) -> Failure:
             return Failure("MemoryAllocationError", message, needed_bytes=needed_bytes, available_bytes=error.available_bytes)
         case CallerError():
             return Failure("CallerError", message)
+        case ServiceDiedError():
+            return Failure("ServiceDiedError", message)
         case DriverDiedError() | DriverHungError():
             return Failure("ExecutionError", message, status=int(ErrorStatus.DEVICE_UNAVAILABLE))
         case _:
@@ -295,6 +307,8 @@ def _error_of(failure: Failure) -> AionnError:
             return MemoryAllocationError(failure.message, needed_bytes=failure.needed_bytes, available_bytes=failure.available_bytes)
         case "CallerError":
             return CallerError(failure.message)
+        case "ServiceDiedError":
+            return ServiceDiedError(failure.message)
         case _:
             return ExecutionError(failure.message, status=_status(failure.status))
 

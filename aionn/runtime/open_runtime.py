@@ -36,7 +36,7 @@ from aionn.runtime.preparing.compile_acts import CacheChoice, CompileRequest, di
 from aionn.runtime.preparing.options import with_options
 from aionn.runtime.preparing.plan import checked_names, checked_stages, prepare_on_best
 from aionn.runtime.preparing.preparation import check_kept
-from aionn.runtime.processes.devices import Devices
+from aionn.runtime.processes.devices import Devices, attach
 from aionn.runtime.processes.spawning import GRACE_S, KILL_S, Settings
 from aionn.runtime.processes.template import end_idle, leave_template
 from aionn.runtime.record import READING, CompilationRecord, Progress, Record, Unwatched, checked_on_event, current
@@ -195,10 +195,17 @@ class OpenRuntime:
         self._record.each_beat.append(weakref.WeakMethod(self._beat))
 
     async def open(self) -> None:
-        """Start the runtime's own task."""
+        """Attach to the service if one is asked for, and start the runtime's own task.
+
+        Raises:
+            DeviceUnavailableError: as `Runtime.open`.
+        """
         try:
+            await attach(self.devices)
             await self._tasks.open()
         except BaseException:
+            if self.devices.service is not None:
+                self.devices.service.end()
             self._record.end()
             leave_template(self.devices)
             if self._traced is not None:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 from aionn.engines.installed import with_descriptors
 from aionn.errors import CallerError
 from aionn.loopless import AsyncOnly, checked_count, checked_name, checked_seconds, deadline_of, is_ours, running_loop
+from aionn.remote.attaching import checked_service, is_socket
 from aionn.runtime.processes.spawning import (
     DEFAULT_HANG_S,
     Settings,
@@ -127,6 +128,10 @@ class Runtime(AsyncOnly):
         template: whether drivers after the first one are copies of a process that has imported what drivers need, where that is possible.
             They are ready in a fraction of the time. They share the layout of their addresses (`docs/security.md`). False: each driver
             is started by itself.
+        service: use the drivers of a service (`aionn serve`), which several apps share, by the path of its socket. "auto": of the
+            service of this user if one listens when the runtime opens, else drivers that the app starts. "off": drivers that the app
+            starts. None: the variable `AIONN_SERVICE` decides, else "off". The service decides about `state_dir` and `template` then, and
+            `hang_s` says when this app gives up; see docs/how-to/service.md.
 
     Raises:
         CallerError: an argument is not as described; or `start` names a device that is not installed.
@@ -153,6 +158,7 @@ class Runtime(AsyncOnly):
         driver_env: Mapping[str, str] | None = None,
         engine_needs: Mapping[str, Needs] | None = None,
         template: bool = True,
+        service: str | os.PathLike[str] | None = None,
     ) -> None:
         self.name = checked_name("Runtime", name) or _program()
         self._health_policy = health_policy
@@ -166,7 +172,9 @@ class Runtime(AsyncOnly):
 
             most = checked_count("Runtime: threads", threads, 1, MAX_THREADS)
         confined = checked_sandbox(sandbox), checked_driver_env(driver_env), checked_engine_needs(engine_needs)
-        self._settings = Settings(checked_state_dir(state_dir), checked_seconds("hang_s", hang_s), most, *confined, template)
+        self._settings = Settings(
+            checked_state_dir(state_dir), checked_seconds("hang_s", hang_s), most, *confined, template, *checked_service(service)
+        )
         self._start = checked_start(start)
         self._owned: OpenRuntime | None = None
 
@@ -184,12 +192,14 @@ class Runtime(AsyncOnly):
 
         Raises:
             CallerError: it has been opened before, or no asyncio or uvloop loop runs.
+            DeviceUnavailableError: no service listens where `service` names one.
         """
         if self._owned is not None:
             raise CallerError("this runtime has been opened already; make a new aionn.Runtime() to open another one")
         loop = running_loop()
         is_ours(loop)  # noted, before there can be a fork
-        early = spawn_early(self._start, self._settings)
+        served = self._settings.service and (not self._settings.may_lack_service or is_socket(self._settings.service))
+        early = {} if served else spawn_early(self._start, self._settings)
         try:
             import_needed()
             from aionn.runtime.health import checked_policy

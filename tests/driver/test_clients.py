@@ -20,7 +20,7 @@ from aionn.hal.types import BufferDesc, BufferRole
 from aionn.loopless import Answer, running_loop
 from aionn.remote.calls import Fd, FreeBuffer, Prepared, ReleasePreparedModel
 from aionn.remote.connection import Connection, Descriptors
-from aionn.remote.control import ATTACHED, Attach, ControlError, Ready, Refused
+from aionn.remote.control import ATTACHED, Attach, ControlError, Ready, Refused, ServiceReady
 from aionn.remote.device import RemoteDevice, RemotePreparedModel
 from aionn.testing import FakeDevice, identity_model
 from aionn.testing.fake_engine import FakeEngine
@@ -35,7 +35,7 @@ async def client(main: RemoteDevice, number: int) -> AsyncIterator[RemoteDevice]
     """One more client of the same driver, with the prepared model of that number."""
     greeted: Answer[Ready] = Answer(running_loop())
 
-    def on_greeting(greeting: Ready | Refused, _: Descriptors) -> None:
+    def on_greeting(greeting: Ready | Refused | ServiceReady, _: Descriptors) -> None:
         assert isinstance(greeting, Ready)
         greeted.set(greeting)
 

@@ -16,7 +16,7 @@ from aionn.hal.engine import Engine
 from aionn.loopless import Answer, running_loop
 from aionn.remote.calls import HalCall
 from aionn.remote.connection import Connection, Descriptors
-from aionn.remote.control import Ready, Refused
+from aionn.remote.control import Ready, Refused, ServiceReady
 from aionn.remote.device import RemoteDevice
 
 
@@ -26,7 +26,7 @@ async def remote_device(engine: Engine) -> AsyncIterator[RemoteDevice]:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     greeted: Answer[RemoteDevice] = Answer(running_loop())
 
-    def on_greeting(greeting: Ready | Refused, _: Descriptors) -> None:
+    def on_greeting(greeting: Ready | Refused | ServiceReady, _: Descriptors) -> None:
         assert isinstance(greeting, Ready)
         greeted.set(RemoteDevice(connection, greeting))
 

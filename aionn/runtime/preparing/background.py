@@ -450,7 +450,7 @@ async def worker(devices: Devices, name: str, threads: int) -> AsyncIterator[Rem
     Args:
         threads: the number of CPUs for the process. 0 gives the process as many as any driver, and the app's priority.
     """
-    process: DriverProcess = devices.start_worker(name, threads)
+    process: DriverProcess = await devices.start_worker(name, threads)
     try:
         yield await process.ready()
     finally:

@@ -14,6 +14,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 import anyio
@@ -26,6 +27,7 @@ from aionn.hal.types import CacheFiles, DeviceType, Priority
 from aionn.pages.layout import Activity
 from aionn.remote.device import RemoteDevice
 from aionn.runtime.health import DeviceHealth
+from aionn.runtime.processes.handed import Handed, ServiceLink
 from aionn.runtime.processes.process import DriverProcess, Restarts, end_processes
 from aionn.runtime.processes.spawning import EARLY_S, USUAL, WHEN_IDLE, Settings, Spawned
 from aionn.runtime.processes.template import end_unused, leave_template, use_template
@@ -176,7 +178,8 @@ class Device:
         Calls that wait for the old one end with `DriverDiedError`. Compilations prepare their models again when they are used next.
 
         Raises:
-            CallerError: the runtime was closed; or this is another process or another event loop.
+            CallerError: the runtime was closed; or the driver is one of a service, which other apps use, too; or this is another process
+                or another event loop.
             DeviceUnavailableError, DriverDiedError, DriverHungError: the new one cannot be started.
         """
         for device in (self, self.low_priority):
@@ -228,6 +231,7 @@ class Devices:
         check_use: raises a `CallerError` where the app may not use the runtime. `Runtime.open` sets it.
         record: what the runtime shows of itself, or None without a runtime.
         settings: of all driver processes.
+        service: the service whose drivers are used, or None for drivers of this app.
         backend: where a miss asks for an artifact before it compiles, or None.
     """
 
@@ -242,8 +246,10 @@ class Devices:
         self.by_name: dict[str, Device] = {}
         self._workers: set[DriverProcess] = set()
         self._ending: set[DriverProcess] = set()
+        self._retired: set[DriverProcess] = set()
         self._closed = False
         self._turn = anyio.Lock()
+        self.service = ServiceLink(settings.service, partial(_retire, self)) if settings.service else None
         use_template(self)
 
     @property
@@ -352,14 +358,22 @@ class Devices:
                 if not process.refused:
                     device._restarts.died(process.life)
                 process = device._process = None
+            handed: Handed | None = None
             if process is None and not self._closed:
                 await device._restarts.pause()
+                if self.service is not None:
+                    handed = await self.service.driver(device.name, _schedule_of(device), self.settings)
             # A start blocks the loop for some milliseconds. The lock lets the loop turn between two starts.
             async with self._turn:
                 # No await from here to the start: `aclose` ends the processes that it finds, and nothing would end a later one.
-                self.check_open()
-                if process is None:
-                    process = self._started(device)
+                try:
+                    self.check_open()
+                    if process is None:
+                        process = self._started(device, handed)
+                        handed = None
+                finally:
+                    if handed is not None:
+                        handed.end()
             try:
                 remote = await process.ready()
             except BaseException as error:
@@ -372,8 +386,8 @@ class Devices:
                 raise
             return introduced(device, remote)
 
-    def _started(self, device: Device, spawned: Spawned | None = None) -> DriverProcess:
-        schedule = WHEN_IDLE if device.low_priority is None else USUAL
+    def _started(self, device: Device, spawned: Spawned | Handed | None = None) -> DriverProcess:
+        schedule = _schedule_of(device)
         home = self.homes.home(device.name)
         record = None if self.record is None else DriverRecord(self.record, device.name, device.low_priority is None)
         process = device._process = DriverProcess(device.name, self.tasks, schedule, home, self.settings, spawned, record)
@@ -389,6 +403,9 @@ class Devices:
         for name in names:
             try:
                 device = self.find(name)
+                if self.service is not None:
+                    self.tasks.start_soon(_ask_early, self, device, name=f"early start of {name}")
+                    continue
                 process = self._started(device, spawned.pop(name, None))
             except DeviceUnavailableError as error:
                 logger.warning("the early start of a driver failed: %s", error, extra=about(device=name))
@@ -399,6 +416,11 @@ class Devices:
         """See `Device.restart`."""
         self.check_use()
         process = device._process
+        if process is not None and process.alive and self.service is not None:
+            raise CallerError(
+                f"the driver of device {device.name!r} is the service's, which other apps use, too, so this app cannot restart it; "
+                "`aionn serve --replace` starts other ones"
+            )
         if process is not None and process.alive:
             if process.serving is not None:
                 process.serving.restarted = True
@@ -420,17 +442,23 @@ class Devices:
         """Return that number of threads, or what `Runtime(threads=)` allows if that is less."""
         return min(threads, self.settings.threads or threads)
 
-    def start_worker(self, name: str, threads: int) -> DriverProcess:
+    async def start_worker(self, name: str, threads: int) -> DriverProcess:
         """Start one more driver process of that device at low priority, on `threads` CPUs. The caller must end it.
 
-        With `threads` 0 it gets the app's priority and all CPUs.
+        With `threads` 0 it gets the app's priority and all CPUs. A service gives one more connection to the driver that runs when a CPU is
+        idle, or to the usual one.
 
         Raises:
             DeviceUnavailableError: the device is not installed, or its driver process cannot be started.
         """
         name = self.find(name).name
+        handed: Handed | None = None
+        if self.service is not None:
+            handed = await self.service.driver(name, WHEN_IDLE if threads else USUAL, self.settings)
+        if self._closed and handed is not None:
+            handed.end()
         self.check_open()
-        process = DriverProcess(name, self.tasks, str(threads), self.homes.home(name), self.settings)
+        process = DriverProcess(name, self.tasks, str(threads), self.homes.home(name), self.settings, handed)
         self._workers = {worker for worker in self._workers if worker.alive} | {process}
         return process
 
@@ -446,20 +474,67 @@ class Devices:
     async def aclose(self) -> None:
         """End every driver process, side by side."""
         self._closed = True
-        devices = [device for usual in self.by_name.values() for device in (usual, usual.low_priority) if device is not None]
+        devices = devices_of(self)
         for device in devices:
             device._restarts.forgive()
         processes = [device._process for device in devices if device._process is not None]
         unasked = [device._process for device in devices if device._process is not None and not device._asked.is_set()]
         for worker in (*self._workers, *unasked):
             worker.send_sigkill(None)  # nothing in it is worth waiting for
-        processes += [*self._workers, *self._ending]
+        processes += [*self._workers, *self._ending, *self._retired]
+        if self.service is not None:
+            self.service.end()
         try:
             await end_processes(processes)
         finally:
             leave_template(self)
             end_unused()
             self.disk.fail_waiting(CallerError("the runtime was closed"))
+
+
+async def attach(devices: Devices) -> None:
+    """Attach to the service of the settings, if they name one.
+
+    Raises:
+        DeviceUnavailableError: none listens there, and the settings do not allow drivers that this app starts.
+    """
+    if devices.service is not None:
+        try:
+            await devices.service.attach()
+        except DeviceUnavailableError as error:
+            if not devices.settings.may_lack_service:
+                raise
+            logger.info("this app starts its own drivers: %s", error)
+            devices.service = None
+
+
+def serving(device: Device) -> RemoteDevice | None:
+    """Return the live device, or None if its driver process does not serve now."""
+    return None if device._process is None else device._process.serving
+
+
+def devices_of(devices: Devices) -> list[Device]:
+    """Return every device that has been asked for, with those of low priority."""
+    return [device for usual in devices.by_name.values() for device in (usual, usual.low_priority) if device is not None]
+
+
+def _retire(devices: Devices) -> None:
+    """Let later compilations find drivers of another service. Those of the service that has ended serve what they hold."""
+    for device in devices_of(devices):
+        process, device._process = device._process, None
+        if process is not None and process.alive:
+            devices._retired.add(process)
+
+
+async def _ask_early(devices: Devices, device: Device) -> None:
+    try:
+        await devices.live(device)
+    except AionnError as error:
+        logger.warning("the early start of a driver failed: %s", error, extra=about(device=device.name))
+
+
+def _schedule_of(device: Device) -> str:
+    return WHEN_IDLE if device.low_priority is None else USUAL
 
 
 async def _watch_early(device: Device, process: DriverProcess) -> None:

@@ -33,9 +33,9 @@ from aionn.pages.layout import Activity, LayoutError
 from aionn.pages.page import PageReader
 from aionn.remote.calls import HalCall, LogLine
 from aionn.remote.connection import Connection, Descriptors
-from aionn.remote.control import PROTOCOL, STACKS_SIGNAL, ControlError, Ready, Refused, error_of
+from aionn.remote.control import PROTOCOL, STACKS_SIGNAL, ControlError, Ready, Refused, ServiceReady, error_of
 from aionn.remote.device import RemoteDevice
-from aionn.runtime.processes.child import Child
+from aionn.runtime.processes.handed import Handed
 from aionn.runtime.processes.liveness import Hang, Judge, waiting_cpu_ns, watch, watch_start
 from aionn.runtime.processes.spawning import DEFAULT_HANG_S, GRACE_S, KILL_S, USUAL, WHEN_IDLE, Settings, Spawned
 from aionn.runtime.processes.template import ABORT_S
@@ -68,7 +68,7 @@ class DriverProcess:
         schedule: str = USUAL,
         home: str = "",
         settings: Settings = Settings(),  # noqa: B008 -- frozen
-        spawned: Spawned | None = None,
+        spawned: Spawned | Handed | None = None,
         record: DriverRecord | None = None,
     ) -> None:
         """Start the process, without waiting for its greeting (`ready`).
@@ -77,7 +77,7 @@ class DriverProcess:
             schedule: `USUAL` for the app's priority, `WHEN_IDLE` for SCHED_IDLE, or a number of CPUs for a worker in the background.
             home: "package.module:Class" of an installed engine, so that the driver need not look for the class again.
             settings: of the runtime.
-            spawned: the process, if it was started already. It is taken over.
+            spawned: the process, if it was started already, or handed over by a service. It is taken over.
             record: what shows the process. None: it is a worker in the background.
         """
         spawned = spawned or Spawned(name, home, schedule, settings)
@@ -93,13 +93,12 @@ class DriverProcess:
         self._remote: RemoteDevice | None = None
         self._page: PageReader | None = None
         self.life = Life(spawned.started_ns, record or DriverRecord(None, name))
-        pidfd, ours, output = spawned.take_over()
-        self._child = Child(spawned.pid, pidfd, output, self._exited, spawned.exports)
+        self._child = spawned.child(self._exited)
         self.life.record.spawned(spawned.pid)
         self._calls: asyncio.Queue[tuple[int, HalCall[Any], Descriptors] | None] = asyncio.Queue()
         tasks.start_soon(self._answer_calls, name=f"answers to {name}")
         tasks.start_soon(self._watch, settings, name=f"watch over {name}")
-        self.connection = Connection(ours, self._call, self._socket_ended, self._greeted)
+        self.connection = Connection(spawned.sock, self._call, self._socket_ended, self._greeted)
 
     @property
     def pid(self) -> int:
@@ -159,9 +158,11 @@ class DriverProcess:
             self._start_error, self.refused = error, isinstance(error, DeviceUnavailableError)
             self._started.set()
 
-    def _greeted(self, greeting: Ready | Refused, descriptors: Descriptors) -> None:
+    def _greeted(self, greeting: Ready | Refused | ServiceReady, descriptors: Descriptors) -> None:
         if self._started.is_set():
             raise ControlError("a driver greets once")
+        if isinstance(greeting, ServiceReady):
+            raise ControlError("a driver greets as a driver")
         if isinstance(greeting, Refused):
             self._start_failed(error_of(greeting.failure))
         elif greeting.protocol != PROTOCOL:
@@ -172,13 +173,15 @@ class DriverProcess:
                 )
             )
         else:
-            if not greeting.page:
+            page, self._child.page = self._child.page, -1
+            if page < 0 and not greeting.page:
                 raise ControlError("the driver's greeting came without a statistics page")
             try:
-                self._page = PageReader(descriptors.take(greeting.page[0]), self.life.started_ns)
+                self._page = PageReader(page if page >= 0 else descriptors.take(greeting.page[0]), self.life.started_ns)
             except LayoutError as error:
                 raise ControlError(str(error)) from error
-            self._page.trace_until(traced_until_ns())
+            if not self._child.is_shared:  # an app may only read the page of a driver of others
+                self._page.trace_until(traced_until_ns())
             self._remote = RemoteDevice(self.connection, greeting, self.name, self._child.pidfd)
             self._remote.page = self._page
             self._started.set()
@@ -230,7 +233,7 @@ class DriverProcess:
         if self._page is not None and self._remote is not None:
             judge = Judge(patience_s, self._remote.type is DeviceType.CPU, time.monotonic_ns(), self._when_idle)
             # A process in between (a wrapper around Python) would not survive a driver's own signal.
-            ask = partial(self._child.signal, STACKS_SIGNAL) if self._page.pid == self.pid else None
+            ask = partial(self._child.signal, STACKS_SIGNAL) if self._page.pid == self.pid and not self._child.is_shared else None
             await watch(self._page, judge, self._ended, ask, hangs, partial(setattr, self.life, "hang"))
 
     # --- the end -----------------------------------------------------------------------------------------------------
@@ -290,6 +293,8 @@ class DriverProcess:
         why = ""
         if self._broke is not None:
             why = f"after it had broken the protocol ({self._broke})"
+        elif self._child.is_shared:
+            why = "or has ended the connection with this app (it belongs to the service)"
         elif not self._started.is_set():
             why = "before it was ready (what it printed says why)"
         error = DriverDiedError(self.name, self._child.exit_code, why)

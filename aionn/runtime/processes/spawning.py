@@ -21,7 +21,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -31,7 +31,7 @@ from aionn.engines.installed import BUILT_IN, Homes, installed_engines, not_inst
 from aionn.errors import CallerError, DeviceUnavailableError
 from aionn.loopless import leave_in_child
 from aionn.remote.orders import CONTROL_FD, COUNTER_FD, LEAVES_TEMPLATE, PAGE_FD, POOL_SIZES, SOCKET_FD, SPACES
-from aionn.runtime.processes.child import Output, output_pipe
+from aionn.runtime.processes.child import Child, Output, output_pipe
 from aionn.runtime.processes.template import Template, end_child, end_unused, new_template, template_of_thread
 
 if TYPE_CHECKING:
@@ -61,6 +61,9 @@ class Settings(NamedTuple):
         environment: variables that drivers get beyond those that every driver gets.
         needs: by the name of a device what its sandbox must allow, in place of what the engine's package states.
         template: whether drivers may be copies of a template.
+        service: the path of the socket of the service whose drivers are used, or an empty text if the app starts its drivers.
+        may_lack_service: whether the app starts drivers itself where no service listens.
+        shared: whether the drivers serve other apps, too. They outlive this process then while their guests stream.
     """
 
     state_dir: str = ""
@@ -70,6 +73,9 @@ class Settings(NamedTuple):
     environment: Mapping[str, str] = MappingProxyType({})
     needs: Mapping[str, Needs] = MappingProxyType({})
     template: bool = True
+    service: str = ""
+    may_lack_service: bool = False
+    shared: bool = False
 
 
 def checked_state_dir(state_dir: object) -> str:
@@ -144,6 +150,11 @@ class Spawned:
             ) from error
         leave_in_child(self)
 
+    def child(self, exited: Callable[[], None]) -> Child:
+        """Return the process, which its caller must wait for. The socket is the caller's from now on. `exited` is as for `Child`."""
+        pidfd, _, output = self.take_over()
+        return Child(self.pid, pidfd, output, exited, self.exports)
+
     def take_over(self) -> tuple[int, socket.socket, Output]:
         """Give the pidfd, the socket and the output to the caller, who must close them and wait for the process."""
         pidfd, self.pidfd = self.pidfd, -1
@@ -194,7 +205,7 @@ def _spawn(engine: str, name: str, theirs: tuple[int, int, int], schedule: str, 
     environment = driver_environment(settings.sandbox, settings.threads, settings.environment)
     arguments = [
         *(engine, str(CONTROL_FD), schedule, settings.state_dir or os.path.abspath(user_state_directory())),
-        *(settings.sandbox, exports, str(COUNTER_FD), _as_argument(settings.needs.get(name))),
+        *(settings.sandbox, exports, str(COUNTER_FD), needs_as_text(settings.needs.get(name)), "shared" if settings.shared else ""),
     ]
     template = template_of_thread() if settings.template else None
     pid = 0 if template is None else template.order(arguments, environment, theirs)
@@ -247,7 +258,8 @@ def _executed(arguments: list[str], environment: dict[str, str], theirs: tuple[i
             leaves.given()
 
 
-def _as_argument(needs: Needs | None) -> str:
+def needs_as_text(needs: Needs | None) -> str:
+    """Return needs as JSON, or an empty text for None."""
     if needs is None:
         return ""
     import msgspec  # few apps give needs

@@ -1,0 +1,120 @@
+"""`aionn serve`, `aionn ps`: one service for all apps of a user."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import sys
+from contextlib import suppress
+from dataclasses import dataclass
+
+import uvloop
+from msgspec.structs import asdict
+
+from aionn.cli.printing import NotDoneError, duration, print_json, print_table
+from aionn.driver.beginning import raise_file_limit
+from aionn.errors import AionnError, CallerError
+from aionn.remote.attaching import service_path
+from aionn.remote.calls import ReadService, ServiceFacts, TakeOver
+from aionn.runtime.processes.handed import ServiceLink
+from aionn.runtime.processes.spawning import checked_state_dir
+from aionn.service.listening import Listening, inherited, listen
+
+
+@dataclass(frozen=True, slots=True)
+class ServeServiceOptions:
+    """How `aionn serve` serves. The command line describes each option."""
+
+    socket: str | None
+    replace: bool
+    state_dir: str | None
+
+
+def serve(options: ServeServiceOptions) -> None:
+    """Serve apps until SIGINT or SIGTERM, or until another service has taken over and the last guest has gone.
+
+    Raises:
+        NotDoneError: the socket cannot be listened on.
+    """
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    raise_file_limit()
+    try:
+        path = os.path.abspath(options.socket) if options.socket else ""
+        uvloop.run(_serve(path, options.replace, checked_state_dir(options.state_dir)))
+    except AionnError as error:
+        raise NotDoneError(str(error)) from error
+
+
+async def _serve(path: str, replace: bool, state_dir: str) -> None:
+    from aionn.service.server import Service
+
+    listening = inherited()
+    if listening is None:
+        path = path or service_path()
+        listening = await _taken_over(path) if replace else None
+        listening = listening or listen(path)
+    service = Service(listening, state_dir)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, service.stop)
+    logging.getLogger("aionn.service").info("serving at %s", listening.sock.getsockname())
+    _tell_systemd("READY=1")
+    await service.serve()
+
+
+async def _taken_over(path: str) -> Listening | None:
+    """Return the socket of the service that listens at `path`, or None if none does."""
+    link = ServiceLink(path, lambda: None)
+    try:
+        connection = await link.attach()
+        taken, descriptors = await connection.call(TakeOver())
+        return Listening(socket.socket(fileno=descriptors.take(taken.listening)), descriptors.take(taken.lock), path)
+    except CallerError:
+        raise
+    except AionnError:
+        return None  # none listens, or it has just ended
+    finally:
+        link.end()
+
+
+def _tell_systemd(word: str) -> None:
+    """Tell the service manager how the service does, if it has asked for that (sd_notify)."""
+    address = os.environ.get("NOTIFY_SOCKET", "")
+    if address:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notify, suppress(OSError):
+            notify.sendto(word.encode(), "\0" + address[1:] if address.startswith("@") else address)
+
+
+def show(path: str | None, as_json: bool) -> None:
+    """Show what the service holds.
+
+    Raises:
+        NotDoneError: no service can be asked.
+    """
+    try:
+        facts = uvloop.run(_facts(os.path.abspath(path) if path else service_path()))
+    except AionnError as error:
+        raise NotDoneError(str(error)) from error
+    if as_json:
+        print_json({**asdict(facts), "drivers": [{**asdict(each), "guests": list(map(asdict, each.guests))} for each in facts.drivers]})
+        return
+    rows = [
+        (str(guest.guest or "?"), driver.device, str(driver.pid), str(guest.models), str(guest.bursts), str(guest.buffers))
+        for driver in facts.drivers
+        for guest in driver.guests
+    ]
+    title = f"service {facts.pid} (aionn {facts.release}), {len(facts.apps)} attached, for {duration(facts.seconds)}"
+    print_table(title, ("app", "device", "driver", "models", "bursts", "buffers"), rows)
+
+
+async def _facts(path: str) -> ServiceFacts:
+    link = ServiceLink(path, lambda: None)
+    try:
+        connection = await link.attach()
+        facts, _ = await connection.call(ReadService())
+        return facts
+    finally:
+        link.end()

@@ -1,0 +1,9 @@
+"""One service for all apps of a user: it owns drivers, and hands apps connections to them (`aionn serve`).
+
+    listening    the socket on which the service listens: made, inherited from systemd, or taken over from another service
+    server       `Service`: the apps that are attached, and the drivers for each of their settings
+
+An app's `Runtime(service=)` asks the service for a driver and then speaks with the driver itself. So no frame and no model passes the
+service, and its end interrupts no stream. `remote.attaching` has the app's way to the socket, `runtime.processes.handed` what an app does
+with a driver that is not its own, and `driver.service` what a driver does for guests.
+"""

@@ -1,0 +1,347 @@
+"""`Service`: hands drivers to the apps of one user.
+
+An app asks for the driver of a device with its settings. Drivers with the same settings are shared. The service sends the driver one end of
+a new socket pair as a guest's, and the app the other end.
+
+Invariants
+    An app gets its connection with a driver, and descriptors that it may only read. No text of one app reaches another one.
+    What a guest has in a driver is freed when its connection ends, and when its process ends, also if a child of it holds the connection.
+    A driver that has had no guest for `IDLE_DRIVER_S` is ended.
+    A service that was taken over accepts no app. It ends with its drivers' last guests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import time
+from typing import Any
+
+import anyio
+import msgspec
+
+from aionn.errors import AionnError, CallerError, ServiceDiedError
+from aionn.hal.types import Priority
+from aionn.needs import Needs
+from aionn.pages.layout import RELEASE
+from aionn.remote.attaching import peer_of, pidfd_of_peer
+from aionn.remote.calls import (
+    ConnectDriver,
+    ConnectedDriver,
+    Drain,
+    DriverFacts,
+    EndGuest,
+    Fd,
+    GuestFacts,
+    Guests,
+    HalCall,
+    ReadService,
+    ServiceFacts,
+    TakenOver,
+    TakeOver,
+)
+from aionn.remote.connection import Connection, Descriptors
+from aionn.remote.control import PROTOCOL, ControlError, Refused, ServiceReady, failure_of
+from aionn.runtime.health import checked_policy
+from aionn.runtime.open_runtime import OpenRuntime
+from aionn.runtime.processes.devices import Device, devices_of, serving
+from aionn.runtime.processes.spawning import DEFAULT_HANG_S, Settings, checked_driver_env, checked_sandbox
+from aionn.runtime.runtime import import_needed
+from aionn.service.listening import Listening
+from aionn.tasks import OwnedTasks
+
+logger = logging.getLogger("aionn.service")
+
+IDLE_DRIVER_S = 30.0
+LOOK_S = 10.0
+"""How often the service looks for drivers that nothing uses."""
+
+MOST_APPS = 256
+MOST_SETTINGS = 16
+"""How many sets of drivers with different settings a service has. Each set is one process for each device at least."""
+
+CLOSE_S = 10.0
+
+
+class App:
+    """One app that is attached: its connection, and its process."""
+
+    def __init__(self, service: Service, sock: socket.socket, number: int) -> None:
+        self.number = number
+        self.pid, _ = peer_of(sock)
+        self._service = service
+        self._pidfd = pidfd_of_peer(sock)
+        if self._pidfd >= 0:
+            asyncio.get_running_loop().add_reader(self._pidfd, self._process_ended)
+        self.connection = Connection(sock, self._call, self._socket_ended)
+        self.connection.greet(ServiceReady(PROTOCOL, RELEASE))
+
+    def _call(self, call_id: int, body: HalCall[Any], descriptors: Descriptors) -> None:
+        descriptors.close()  # no call of an app brings any
+        self._service.tasks.start_soon(self._answer, call_id, body, name=type(body).__name__)
+
+    async def _answer(self, call_id: int, body: HalCall[Any]) -> None:
+        try:
+            await self._service.answer(self, call_id, body)
+        except Exception as error:  # every call is answered, and none ends the service
+            if not isinstance(error, AionnError):
+                logger.exception("a call of app %d failed", self.pid)
+            self.connection.reply_failure(call_id, error)
+
+    def _socket_ended(self, error: Exception | None) -> None:
+        """Forget the app. Its connections with drivers are its own, and end by themselves."""
+        if error is not None:
+            logger.warning("the service ends the connection of app %d: %s", self.pid, error)
+        self.connection.end(error if isinstance(error, AionnError) else ControlError("the app has gone"))
+        if self._pidfd < 0:
+            self._service.forget(self)
+
+    def _process_ended(self) -> None:
+        """Free what the app had in drivers: a child that it has forked may hold its sockets open."""
+        self.connection.end(ControlError("the app has gone"))
+        self._service.forget(self)
+        self._service.end_guest(self.number)
+
+    def end(self) -> None:
+        """End the connection."""
+        self.connection.end(ControlError("the service has ended"))
+        fd, self._pidfd = self._pidfd, -1
+        if fd >= 0:
+            asyncio.get_running_loop().remove_reader(fd)
+            os.close(fd)
+
+
+class Service:
+    """See the module. Use it in its loop: `serve` until `stop`.
+
+    Args:
+        listening: it takes over the socket.
+        state_dir: where drivers keep their records, as `Settings` has it.
+
+    Attributes:
+        tasks: where calls of apps are answered.
+    """
+
+    def __init__(self, listening: Listening, state_dir: str = "") -> None:
+        self._listening: Listening | None = listening
+        self._state_dir = state_dir
+        self._began_s = time.monotonic()
+        self._apps: dict[int, App] = {}
+        self._numbers: dict[int, int] = {}
+        self._last_number = 0
+        self._runtimes: dict[bytes, OpenRuntime] = {}
+        self._opening = asyncio.Lock()
+        self._unused_since: dict[int, float] = {}
+        self._stop = asyncio.Event()
+        self.tasks = OwnedTasks(self._close, "service")
+
+    async def serve(self) -> None:
+        """Serve apps until `stop`, or until the last guest has gone after another service has taken over."""
+        import_needed()
+        await self.tasks.open()
+        try:
+            asyncio.get_running_loop().add_reader(self._socket().fileno(), self._accept)
+            while not self._stop.is_set():
+                with anyio.move_on_after(LOOK_S):
+                    await self._stop.wait()
+                await self._end_unused()
+            if self._listening is None:
+                await self._drain()
+        finally:
+            await self.tasks.aclose(CLOSE_S)
+
+    def stop(self) -> None:
+        """Let `serve` end."""
+        self._stop.set()
+
+    def _socket(self) -> socket.socket:
+        if self._listening is None:
+            raise CallerError("another service has taken over; ask again")
+        return self._listening.sock
+
+    # --- apps --------------------------------------------------------------------------------------------------------
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                sock, _ = self._socket().accept()
+            except BlockingIOError:
+                return
+            except OSError as error:
+                logger.warning("an app could not attach: %s", error.strerror)
+                return
+            self._attach(sock)
+
+    def _attach(self, sock: socket.socket) -> None:
+        pid, uid = peer_of(sock)
+        if uid not in (os.getuid(), 0):
+            logger.warning("user %d may not use the service of user %d; process %d was turned away", uid, os.getuid(), pid)
+            sock.close()
+            return
+        sock.setblocking(False)
+        if len(self._apps) >= MOST_APPS:
+            refusal = CallerError(f"{MOST_APPS} apps are attached to this service, which is the most; end one of them")
+            connection = Connection(sock, _ignore, lambda error: None)
+            connection.greet(Refused(failure_of(refusal)))
+            connection.end(refusal)
+            return
+        self._last_number += 1
+        self._apps[self._last_number] = App(self, sock, self._last_number)
+
+    def forget(self, app: App) -> None:
+        """Forget an app that has gone."""
+        self._apps.pop(app.number, None)
+        app.end()
+
+    def end_guest(self, number: int) -> None:
+        """Free what an app had in the drivers."""
+        for _, device in self._devices():
+            if (remote := serving(device)) is not None:
+                remote.connection.post(EndGuest(number))
+
+    async def answer(self, app: App, call_id: int, body: HalCall[Any]) -> None:
+        """Answer a call of an app.
+
+        Raises:
+            AionnError: the answer.
+        """
+        match body:
+            case ConnectDriver():
+                await self._connect(app, call_id, body)
+            case ReadService():
+                app.connection.reply(call_id, await self._facts())
+            case TakeOver():
+                self._hand_over(app, call_id)
+            case _:
+                raise CallerError(f"a service does not answer {type(body).__name__}; a driver does")
+
+    async def _connect(self, app: App, call_id: int, body: ConnectDriver) -> None:
+        opened = await self._runtime_for(body)
+        self._socket()  # another service may have taken over meanwhile
+        device = opened.devices.find(body.device, Priority.LOW if body.when_idle else Priority.MEDIUM)
+        remote = await opened.devices.live(device)
+        pid, page, pidfd = device.pid, -1, remote.pidfd()
+        try:
+            if pid is None or pidfd < 0 or remote.page is None:
+                raise ServiceDiedError(f"the driver of device {body.device!r} ended just now; ask again")
+            self._unused_since.pop(pid, None)
+            page = remote.page.for_reading()
+            with remote.connection.attach(0, app.number) as sock:
+                app.connection.reply(call_id, ConnectedDriver(Fd(sock.fileno()), Fd(pidfd), Fd(page), pid, remote.page.started_ns))
+        finally:
+            for fd in (pidfd, page):
+                if fd >= 0:
+                    os.close(fd)
+
+    # --- drivers -----------------------------------------------------------------------------------------------------
+
+    async def _runtime_for(self, body: ConnectDriver) -> OpenRuntime:
+        """Return the drivers of these settings.
+
+        Raises:
+            CallerError: the settings are not those of a driver, or too many different ones are in use.
+        """
+        environment = checked_driver_env(body.environment)
+        needs = {body.device: msgspec.json.decode(body.needs, type=Needs)} if body.needs else {}
+        wanted = Settings(
+            self._state_dir, DEFAULT_HANG_S, body.threads, checked_sandbox(body.sandbox), environment, needs, template=True, shared=True
+        )
+        key = msgspec.json.encode(
+            (wanted.sandbox, wanted.threads, sorted(wanted.environment.items()), body.device if body.needs else "", body.needs)
+        )
+        async with self._opening:
+            found = self._runtimes.get(key)
+            if found is None:
+                if len(self._runtimes) >= MOST_SETTINGS:
+                    raise CallerError(
+                        f"the apps of this service use drivers with {MOST_SETTINGS} different settings, which is the most; "
+                        "give the same sandbox, threads and driver_env to their runtimes"
+                    )
+                found = OpenRuntime(asyncio.get_running_loop(), wanted, "service", checked_policy(None))
+                await found.open()
+                self._runtimes[key] = found
+            return found
+
+    def _devices(self) -> list[tuple[OpenRuntime, Device]]:
+        """Return every device that has been asked for, with its runtime."""
+        return [(opened, device) for opened in self._runtimes.values() for device in devices_of(opened.devices)]
+
+    async def _guests_of(self, device: Device) -> tuple[GuestFacts, ...] | None:
+        """Return who uses the driver of a device, or None if it has none."""
+        remote = serving(device)
+        if remote is None:
+            return None
+        try:
+            guests, _ = await remote.connection.call(Guests())
+        except AionnError:
+            return None  # it has ended meanwhile
+        return guests
+
+    async def _facts(self) -> ServiceFacts:
+        drivers = []
+        pids = {app.number: app.pid for app in self._apps.values()}
+        for _, device in self._devices():
+            guests = await self._guests_of(device)
+            if guests is not None and device.pid is not None:
+                known = tuple(msgspec.structs.replace(each, guest=pids.get(each.guest, 0)) for each in guests)
+                drivers.append(DriverFacts(device.name, device.pid, device.low_priority is None, known))
+        seconds = time.monotonic() - self._began_s
+        return ServiceFacts(os.getpid(), RELEASE, seconds, tuple(app.pid for app in self._apps.values()), tuple(drivers))
+
+    async def _end_unused(self) -> None:
+        """End drivers that have had no guest for a while, and settings without drivers."""
+        now_s = time.monotonic()
+        for opened, device in self._devices():
+            guests = await self._guests_of(device)
+            if guests is None or device.pid is None:
+                continue
+            if guests:
+                self._unused_since.pop(device.pid, None)
+            elif now_s - self._unused_since.setdefault(device.pid, now_s) >= IDLE_DRIVER_S:
+                opened.devices.end_unused(device.name, Priority.LOW if device.low_priority is None else Priority.MEDIUM)
+
+    # --- the end -----------------------------------------------------------------------------------------------------
+
+    def _hand_over(self, app: App, call_id: int) -> None:
+        """Let the service that has asked listen from now on."""
+        listening, self._listening = self._listening, None
+        if listening is None or listening.lock < 0:
+            self._listening = listening
+            raise CallerError("systemd has made this service's socket; restart the unit (systemctl --user restart aionn)")
+        asyncio.get_running_loop().remove_reader(listening.sock.fileno())
+        app.connection.reply(call_id, TakenOver(Fd(listening.sock.fileno()), Fd(listening.lock)))
+        listening.leave()
+        logger.info("service %d takes over; this one ends with its last guest", app.pid)
+        for other in list(self._apps.values()):
+            if other is not app:
+                self.forget(other)  # it attaches to the other service when it needs a driver
+        self.stop()
+
+    async def _drain(self) -> None:
+        """Wait until no driver has a guest any more."""
+        async with anyio.create_task_group() as draining:
+            for _, device in self._devices():
+                if (remote := serving(device)) is not None:
+                    draining.start_soon(_drained, remote.connection)
+
+    async def _close(self) -> None:
+        if self._listening is not None:
+            asyncio.get_running_loop().remove_reader(self._listening.sock.fileno())
+            self._listening.end()
+        for app in list(self._apps.values()):
+            self.forget(app)
+        for opened in self._runtimes.values():
+            await opened.aclose()
+
+
+async def _drained(connection: Connection) -> None:
+    try:
+        await connection.call(Drain())
+    except AionnError:
+        return  # it has ended, and its guests have no driver any more
+
+
+def _ignore(call_id: int, body: HalCall[Any], descriptors: Descriptors) -> None:
+    descriptors.close()
