@@ -146,7 +146,7 @@ class Brought:
         """Note a client that has come."""
         self._clients.add(client)
 
-    def forget(self, client: DeviceService) -> None:
+    def remove(self, client: DeviceService) -> None:
         """Note that a client has gone."""
         self._clients.discard(client)
         self._changed.set()
@@ -278,7 +278,7 @@ class DeviceService:
         except Exception:  # an error of one client must not end the others
             logger.exception("device %r could not serve or free one of its clients", self._device.name)
         finally:
-            self._brought_by.brought.forget(self)
+            self._brought_by.brought.remove(self)
 
     def log(self, level: int, name: str, text: str) -> None:
         """Send a line of this process's log to the client."""

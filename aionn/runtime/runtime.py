@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 from aionn.engines.installed import with_descriptors
 from aionn.errors import CallerError
 from aionn.loopless import AsyncOnly, checked_count, checked_name, checked_seconds, deadline_of, is_ours, running_loop
-from aionn.remote.attaching import checked_service, is_socket
 from aionn.runtime.processes.spawning import (
     DEFAULT_HANG_S,
     Settings,
@@ -173,7 +172,7 @@ class Runtime(AsyncOnly):
             most = checked_count("Runtime: threads", threads, 1, MAX_THREADS)
         confined = checked_sandbox(sandbox), checked_driver_env(driver_env), checked_engine_needs(engine_needs)
         self._settings = Settings(
-            checked_state_dir(state_dir), checked_seconds("hang_s", hang_s), most, *confined, template, *checked_service(service)
+            checked_state_dir(state_dir), checked_seconds("hang_s", hang_s), most, *confined, template, *_checked_service(service)
         )
         self._start = checked_start(start)
         self._owned: OpenRuntime | None = None
@@ -198,8 +197,7 @@ class Runtime(AsyncOnly):
             raise CallerError("this runtime has been opened already; make a new aionn.Runtime() to open another one")
         loop = running_loop()
         is_ours(loop)  # noted, before there can be a fork
-        served = self._settings.service and (not self._settings.may_lack_service or is_socket(self._settings.service))
-        early = {} if served else spawn_early(self._start, self._settings)
+        early = {} if _is_served(self._settings) else spawn_early(self._start, self._settings)
         try:
             import_needed()
             from aionn.runtime.health import checked_policy
@@ -459,6 +457,23 @@ class Runtime(AsyncOnly):
 def opened_of(runtime: Runtime) -> OpenRuntime | None:
     """Return what an open runtime owns, for packages above. None before it is opened."""
     return runtime._owned
+
+
+def _checked_service(service: object) -> tuple[str, bool]:
+    if service is None and "AIONN_SERVICE" not in os.environ:
+        return "", False
+    from aionn.remote.attaching import checked_service  # most apps start their drivers
+
+    return checked_service(service)
+
+
+def _is_served(settings: Settings) -> bool:
+    """Return whether the service will have drivers for this app, so that none must be started early."""
+    if not settings.service:
+        return False
+    from aionn.remote.attaching import is_socket
+
+    return not settings.may_lack_service or is_socket(settings.service)
 
 
 def _program() -> str:

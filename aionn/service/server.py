@@ -96,12 +96,12 @@ class App:
             logger.warning("the service ends the connection of app %d: %s", self.pid, error)
         self.connection.end(error if isinstance(error, AionnError) else ControlError("the app has gone"))
         if self._pidfd < 0:
-            self._service.forget(self)
+            self._service.remove(self)
 
     def _process_ended(self) -> None:
         """Free what the app had in drivers: a child that it has forked may hold its sockets open."""
         self.connection.end(ControlError("the app has gone"))
-        self._service.forget(self)
+        self._service.remove(self)
         self._service.end_guest(self.number)
 
     def end(self) -> None:
@@ -114,7 +114,7 @@ class App:
 
 
 class Service:
-    """See the module. Use it in its loop: `serve` until `stop`.
+    """See the module. Use it in its loop: `serve` until `finish`.
 
     Args:
         listening: it takes over the socket.
@@ -138,7 +138,7 @@ class Service:
         self.tasks = OwnedTasks(self._close, "service")
 
     async def serve(self) -> None:
-        """Serve apps until `stop`, or until the last guest has gone after another service has taken over."""
+        """Serve apps until `finish`, or until the last guest has gone after another service has taken over."""
         import_needed()
         await self.tasks.open()
         try:
@@ -152,7 +152,7 @@ class Service:
         finally:
             await self.tasks.aclose(CLOSE_S)
 
-    def stop(self) -> None:
+    def finish(self) -> None:
         """Let `serve` end."""
         self._stop.set()
 
@@ -190,7 +190,7 @@ class Service:
         self._last_number += 1
         self._apps[self._last_number] = App(self, sock, self._last_number)
 
-    def forget(self, app: App) -> None:
+    def remove(self, app: App) -> None:
         """Forget an app that has gone."""
         self._apps.pop(app.number, None)
         app.end()
@@ -316,8 +316,8 @@ class Service:
         logger.info("service %d takes over; this one ends with its last guest", app.pid)
         for other in list(self._apps.values()):
             if other is not app:
-                self.forget(other)  # it attaches to the other service when it needs a driver
-        self.stop()
+                self.remove(other)  # it attaches to the other service when it needs a driver
+        self.finish()
 
     async def _drain(self) -> None:
         """Wait until no driver has a guest any more."""
@@ -331,7 +331,7 @@ class Service:
             asyncio.get_running_loop().remove_reader(self._listening.sock.fileno())
             self._listening.end()
         for app in list(self._apps.values()):
-            self.forget(app)
+            self.remove(app)
         for opened in self._runtimes.values():
             await opened.aclose()
 

@@ -249,7 +249,7 @@ class Devices:
         self._retired: set[DriverProcess] = set()
         self._closed = False
         self._turn = anyio.Lock()
-        self.service = ServiceLink(settings.service, partial(_retire, self)) if settings.service else None
+        self.service = ServiceLink(settings.service, partial(_pass_over, self)) if settings.service else None
         use_template(self)
 
     @property
@@ -518,7 +518,7 @@ def devices_of(devices: Devices) -> list[Device]:
     return [device for usual in devices.by_name.values() for device in (usual, usual.low_priority) if device is not None]
 
 
-def _retire(devices: Devices) -> None:
+def _pass_over(devices: Devices) -> None:
     """Let later compilations find drivers of another service. Those of the service that has ended serve what they hold."""
     for device in devices_of(devices):
         process, device._process = device._process, None

@@ -182,7 +182,7 @@ class ServiceLink:
             if lost and connection is self._connection:
                 self._lost()
 
-        connection = Connection(connect(self.path), _refuse, ended, greeted)
+        connection = Connection(connect(self.path), _answer_nothing, ended, greeted)
         try:
             async with asyncio.timeout(GREETING_S):
                 await greeting
@@ -217,5 +217,5 @@ class ServiceLink:
             self._connection.end(ServiceDiedError("the runtime was closed"))
 
 
-def _refuse(call_id: int, body: HalCall[object], descriptors: Descriptors) -> None:
+def _answer_nothing(call_id: int, body: HalCall[object], descriptors: Descriptors) -> None:
     raise ControlError(f"the service called {type(body).__name__}, which only an app does")
