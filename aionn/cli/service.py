@@ -59,7 +59,7 @@ async def _serve(path: str, replace: bool, state_dir: str) -> None:
     service = Service(listening, state_dir)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, service.finish)
+        loop.add_signal_handler(number, service.end)
     logging.getLogger("aionn.service").info("serving at %s", listening.sock.getsockname())
     _tell_systemd("READY=1")
     await service.serve()

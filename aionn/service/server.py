@@ -114,7 +114,7 @@ class App:
 
 
 class Service:
-    """See the module. Use it in its loop: `serve` until `finish`.
+    """See the module. Use it in its loop: `serve` until `end`.
 
     Args:
         listening: it takes over the socket.
@@ -138,7 +138,7 @@ class Service:
         self.tasks = OwnedTasks(self._close, "service")
 
     async def serve(self) -> None:
-        """Serve apps until `finish`, or until the last guest has gone after another service has taken over."""
+        """Serve apps until `end`, or until the last guest has gone after another service has taken over."""
         import_needed()
         await self.tasks.open()
         try:
@@ -152,8 +152,8 @@ class Service:
         finally:
             await self.tasks.aclose(CLOSE_S)
 
-    def finish(self) -> None:
-        """Let `serve` end."""
+    def end(self) -> None:
+        """Let `serve` return."""
         self._stop.set()
 
     def _socket(self) -> socket.socket:
@@ -317,7 +317,7 @@ class Service:
         for other in list(self._apps.values()):
             if other is not app:
                 self.remove(other)  # it attaches to the other service when it needs a driver
-        self.finish()
+        self.end()
 
     async def _drain(self) -> None:
         """Wait until no driver has a guest any more."""
