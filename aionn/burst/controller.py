@@ -210,6 +210,8 @@ class ExecutionBurstController:
             self._take(self._results.read(self._results.available_to_read() or 1) or b"")
         except Exception as error:  # whatever it is, the burst cannot go on without these answers
             self.end(error)
+            if isinstance(self._loop, ThreadWaits) and not isinstance(error, AionnError):
+                raise  # the handler of a signal has raised it, so the thread's call must get it
 
     def _take(self, datums: bytes) -> None:
         for packet in split_results(datums):
@@ -253,9 +255,11 @@ class ExecutionBurstController:
         self._loop.remove_reader(self._result_fd)
         if self._timer is not None:
             self._timer.cancel()
-        self.lost = self.caller.end()
-        self._requests.close()
-        self._results.close()
+        try:
+            self.lost = self.caller.end()
+        finally:  # it raises what the handler of a signal has raised meanwhile
+            self._requests.close()
+            self._results.close()
 
     def why_over(self) -> BaseException:
         """Return `ended_by` for one more caller. An app does not know queues and packets, so their errors become an `ExecutionError`."""

@@ -21,6 +21,8 @@ static int caller_traverse(PyObject *object, visitproc visit, void *arg)
     for (unsigned i = 0; i < CALLS; i++)
         Py_VISIT(self->calls[i]);
     Py_VISIT(self->look_again);
+    for (unsigned i = 0; i < 3; i++)
+        Py_VISIT(self->raised[i]);
     const struct request *lists[] = {self->first, self->spare};
     for (unsigned i = 0; i < 2; i++)
         for (const struct request *r = lists[i]; r; r = r->next) {
@@ -52,10 +54,17 @@ static int caller_clear(PyObject *object)
     return 0;
 }
 
+static int caller_collect(PyObject *object)
+{
+    for (unsigned i = 0; i < 3; i++)
+        Py_CLEAR(((CallerObject *)object)->raised[i]);
+    return caller_clear(object);
+}
+
 static void caller_dealloc(PyObject *object)
 {
     PyObject_GC_UnTrack(object);
-    caller_clear(object);
+    caller_collect(object);
     for (unsigned i = 0; i < NAMES; i++)
         Py_CLEAR(((CallerObject *)object)->names[i]);
     exchange_dealloc(object);
@@ -133,7 +142,7 @@ static PyObject *caller_end(PyObject *object, PyObject *Py_UNUSED(none))
         flight_finish(self, r, Py_None, Py_None);
     }
     caller_clear(object);
-    return PyLong_FromUnsignedLong(lost);
+    return flight_raise(self, PyLong_FromUnsignedLong(lost));
 }
 
 /* ---- requests ------------------------------------------------------------------------------------------------------ */
@@ -223,7 +232,7 @@ static PyObject *caller_late(PyObject *object, PyObject *Py_UNUSED(none))
         return NULL;
     }
     /* An answer that lies in the queue counts, also if its wake was lost. */
-    Py_XDECREF(flight_event(object, NULL));
+    flight_take(self);
     int64_t by_ns = ring_now_ns() + EARLY_NS;
     struct request *r = self->first;
     self->timer_ns = 0;
@@ -256,7 +265,8 @@ static PyObject *caller_late(PyObject *object, PyObject *Py_UNUSED(none))
         if (!self->timer_ns || due_ns < self->timer_ns)
             self->timer_ns = due_ns;
     }
-    return late ? Py_BuildValue("(LN(KK))", self->timer_ns, late, overdue.first, overdue.second) : NULL;
+    PyObject *found = late ? Py_BuildValue("(LN(KK))", self->timer_ns, late, overdue.first, overdue.second) : NULL;
+    return self->alone ? flight_raise(self, found) : found;
 }
 
 /* idle() */
@@ -322,7 +332,7 @@ static PyMemberDef caller_members[] = {
 
 static PyType_Slot caller_slots[] = {
     {Py_tp_new, caller_new},           {Py_tp_dealloc, caller_dealloc}, {Py_tp_traverse, caller_traverse},
-    {Py_tp_clear, caller_clear},       {Py_tp_methods, caller_methods}, {Py_tp_members, caller_members},
+    {Py_tp_clear, caller_collect},       {Py_tp_methods, caller_methods}, {Py_tp_members, caller_members},
     {0, NULL},
 };
 PyType_Spec caller_spec = {.name = "aionn.fmq._ring.Caller",

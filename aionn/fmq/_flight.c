@@ -5,12 +5,32 @@
 
 #include "caller_object.h"
 
-/* An exception is reported and ends nothing, because a callback that fails must not keep the others from being settled. */
-void flight_call(PyObject *callable, PyObject *argument)
+/* Keep the exception of a callback for `flight_raise`. It ends nothing here, because the other requests must be settled. The handler of a
+ * signal may raise it in any Python code. Loops get only what ends the app, such as KeyboardInterrupt, and report any other. */
+static void failed(CallerObject *self, PyObject *callable)
+{
+    if (self->raised[0] || (!self->alone && PyErr_ExceptionMatches(PyExc_Exception)))
+        PyErr_WriteUnraisable(callable);
+    else
+        PyErr_Fetch(&self->raised[0], &self->raised[1], &self->raised[2]);
+}
+
+/* Raise what a callback has raised, in place of returning `result`. */
+PyObject *flight_raise(CallerObject *self, PyObject *result)
+{
+    if (!self->raised[0] || PyErr_Occurred())
+        return result;
+    PyErr_Restore(self->raised[0], self->raised[1], self->raised[2]);
+    self->raised[0] = self->raised[1] = self->raised[2] = NULL;
+    Py_XDECREF(result);
+    return NULL;
+}
+
+void flight_call(CallerObject *self, PyObject *callable, PyObject *argument)
 {
     PyObject *returned = PyObject_CallFunctionObjArgs(callable, argument, NULL);
     if (!returned)
-        PyErr_WriteUnraisable(callable);
+        failed(self, callable);
     Py_XDECREF(returned);
 }
 
@@ -20,24 +40,26 @@ void flight_call_back(CallerObject *self, enum call which, PyObject *argument)
     if (!callable)
         return; /* the burst has ended */
     Py_INCREF(callable);
-    flight_call(callable, argument);
+    flight_call(self, callable, argument);
     Py_DECREF(callable);
 }
 
 /* Return whether the caller was cancelled or is late, and has not run since. */
-static bool has_left(const CallerObject *self, PyObject *future)
+static bool has_left(CallerObject *self, PyObject *future)
 {
     PyObject *done = PyObject_CallMethodObjArgs(future, self->names[DONE], NULL);
     if (!done)
-        PyErr_WriteUnraisable(future);
+        failed(self, future);
     Py_XDECREF(done);
     return done == Py_True;
 }
 
-static void set_result(const CallerObject *self, PyObject *future, PyObject *value)
+static void set_result(CallerObject *self, PyObject *future, PyObject *value)
 {
     PyObject *returned = PyObject_CallMethodObjArgs(future, self->names[SET_RESULT], value, NULL);
-    if (!returned) {
+    if (!returned && (self->alone || !PyErr_ExceptionMatches(PyExc_Exception)))
+        failed(self, future);
+    else if (!returned) { /* the future was cancelled, or set by a deadline */
         PyObject *type, *error, *traceback;
         PyErr_Fetch(&type, &error, &traceback);
         bool left = has_left(self, future);
@@ -45,7 +67,7 @@ static void set_result(const CallerObject *self, PyObject *future, PyObject *val
         if (left)
             PyErr_Clear();
         else
-            PyErr_WriteUnraisable(future);
+            failed(self, future);
     }
     Py_XDECREF(returned);
 }
@@ -128,7 +150,7 @@ void flight_finish(CallerObject *self, struct request *r, PyObject *answer, PyOb
         set_result(self, r->future, answer);
     }
     if (r->settled)
-        flight_call(r->settled, value);
+        flight_call(self, r->settled, value);
     if (r->idle)
         set_result(self, r->idle, Py_None);
     flight_free(r);
@@ -295,20 +317,27 @@ PyObject *flight_look_again(PyObject *object, PyObject *Py_UNUSED(none))
     if (!self->over && self->in_flight && now_ns < self->looking_until_ns)
         schedule_look(self);
     keep_watch(self);
-    Py_RETURN_NONE;
+    Py_INCREF(Py_None);
+    return flight_raise(self, Py_None);
 }
 
-PyObject *flight_event(PyObject *object, PyObject *Py_UNUSED(none))
+/* Take the answers that have come, after an event or where one may be lost. */
+void flight_take(CallerObject *self)
 {
-    CallerObject *self = (CallerObject *)object;
     struct ring *results = self->over ? NULL : ring_if_usable(self->exchange.results);
     if (!results)
-        Py_RETURN_NONE; /* this callback was on its way when the burst ended */
+        return; /* this callback was on its way when the burst ended */
     ring_clear(results->reader_fd);
     self->armed = false;
     int64_t now_ns = ring_now_ns();
     self->yield_by_ns = now_ns + self->yield_ns;
     flight_look(self, now_ns, false);
     keep_watch(self);
-    Py_RETURN_NONE;
+}
+
+PyObject *flight_event(PyObject *object, PyObject *Py_UNUSED(none))
+{
+    flight_take((CallerObject *)object);
+    Py_INCREF(Py_None);
+    return flight_raise((CallerObject *)object, Py_None);
 }

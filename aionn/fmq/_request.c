@@ -26,6 +26,8 @@ static bool slept(CallerObject *self, const struct request *r)
         return true;
     int64_t by_ns = self->patience_ns ? r->began_ns + self->patience_ns : r->deadline_ns;
     by_ns = r->deadline_ns && r->deadline_ns < by_ns ? r->deadline_ns : by_ns;
+    int64_t look_ns = r->began_ns + RING_SIGNAL_LOOK_NS;
+    by_ns = by_ns && by_ns < look_ns ? by_ns : look_ns;
     self->sleeps++;
     queues[0]->users++;
     queues[1]->users++;
@@ -80,7 +82,7 @@ static uint64_t captured_ns(const CallerObject *self)
 
 /* Return the answer, or a future of it, or None if the request cannot be sent. `after`: NULL, or the request is started after that one.
  * No caller waits for it here, and its identity is returned. Where it would have to wait for its turn, nothing is sent. */
-static PyObject *request(CallerObject *self, PyObject *body, PyObject *settled, long long deadline_ns, const uint64_t *after)
+static PyObject *begin_request(CallerObject *self, PyObject *body, PyObject *settled, long long deadline_ns, const uint64_t *after)
 {
     char *bytes;
     Py_ssize_t length;
@@ -141,7 +143,7 @@ static PyObject *request(CallerObject *self, PyObject *body, PyObject *settled, 
             if (!answer)
                 PyErr_Fetch(&type, &error, &trace); /* no memory; what follows may run any Python code */
             if (settled)
-                flight_call(settled, answer ? PyTuple_GetItem(answer, 0) : Py_None);
+                flight_call(self, settled, answer ? PyTuple_GetItem(answer, 0) : Py_None);
             if (!answer)
                 PyErr_Restore(type, error, trace);
             return answer;
@@ -183,6 +185,13 @@ static PyObject *request(CallerObject *self, PyObject *body, PyObject *settled, 
         Py_XDECREF(number);
     }
     return future;
+}
+
+/* Do so. A thread that is alone gets here what a callback has raised, because it may never see an event. */
+static PyObject *request(CallerObject *self, PyObject *body, PyObject *settled, long long deadline_ns, const uint64_t *after)
+{
+    PyObject *found = begin_request(self, body, settled, deadline_ns, after);
+    return self->alone ? flight_raise(self, found) : found;
 }
 
 /* send(body, settled, deadline_ns) */

@@ -2,6 +2,8 @@
 #define _GNU_SOURCE
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include "ring_object.h"
 
@@ -175,18 +177,21 @@ PyObject *ring_wait_for(PyObject *Py_UNUSED(module), PyObject *const *args, Py_s
         PyErr_SetString(PyExc_TypeError, "wait_for(fd, until_ns)");
     if (PyErr_Occurred())
         return NULL;
+    bool main_thread = syscall(SYS_gettid) == getpid(); /* there Python runs the handlers of signals */
     for (;;) {
         int error;
+        int64_t look_ns = main_thread ? ring_now_ns() + RING_SIGNAL_LOOK_NS : 0;
+        int64_t by_ns = look_ns && (!until_ns || look_ns < until_ns) ? look_ns : until_ns;
         Py_BEGIN_ALLOW_THREADS
-        error = ring_sleep_on((int)fd, until_ns);
+        error = ring_sleep_on((int)fd, by_ns);
         Py_END_ALLOW_THREADS
-        if (!error)
-            Py_RETURN_NONE;
         errno = error;
-        if (error != EINTR)
+        if (error && error != EINTR)
             return PyErr_SetFromErrno(PyExc_OSError);
         if (PyErr_CheckSignals() < 0)
             return NULL;
+        if (!error && (by_ns == until_ns || ring_now_ns() < by_ns))
+            Py_RETURN_NONE;
     }
 }
 

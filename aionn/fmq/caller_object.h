@@ -57,6 +57,7 @@ typedef struct {
     long long sleeps, answers_at_once, answers; /* counts */
     long long last_began_ns, last_sleeps;        /* of the request answered last */
     PyObject *calls[CALLS], *look_again;
+    PyObject *raised[3];     /* what a callback has raised, until `flight_raise`: type, error and traceback; or NULL */
     PyObject *names[NAMES]; /* strings; set as soon as `begin` has been called */
     Py_buffer counts;        /* exports `slot` */
     struct page_slot *slot;  /* of the app's statistics page, or NULL */
@@ -72,7 +73,9 @@ struct request *flight_find(CallerObject *self, uint64_t identity);
 void flight_finish(CallerObject *self, struct request *r, PyObject *answer, PyObject *value);
 PyObject *flight_answer(CallerObject *self, const struct request *r, PyObject *value, uint64_t service_ns, int64_t now_ns);
 void flight_settle(CallerObject *self, struct request *r, PyObject *value, uint64_t service_ns, int64_t now_ns);
-void flight_call(PyObject *callable, PyObject *argument);
+PyObject *flight_raise(CallerObject *self, PyObject *result);
+void flight_call(CallerObject *self, PyObject *callable, PyObject *argument);
+void flight_take(CallerObject *self);
 void flight_call_back(CallerObject *self, enum call which, PyObject *argument);
 void flight_look(CallerObject *self, int64_t now_ns, bool expected);
 void flight_watch(CallerObject *self);

@@ -11,6 +11,9 @@ static inline int64_t ring_now_ns(void)
     return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
 }
 
+/* So long a thread sleeps at most before it looks for signals. One that came just before the sleep, or in another thread, does not end it. */
+#define RING_SIGNAL_LOOK_NS INT64_C(100000000)
+
 /* Sleep until a descriptor can be read, or it is that time (0: without end). Return 0 or an error number. */
 static inline int ring_sleep_on(int fd, int64_t until_ns)
 {

@@ -22,6 +22,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Generator
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
@@ -176,7 +177,8 @@ class ThreadWaits:
         elif found:
             self._epoll.register(fd, sum(found))
         elif known:
-            self._epoll.unregister(fd)
+            with suppress(FileNotFoundError):  # the handler of a signal has kept it from being registered
+                self._epoll.unregister(fd)
 
     # --- waiting -------------------------------------------------------------------------------------------------------
 

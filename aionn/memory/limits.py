@@ -88,7 +88,7 @@ class _Reading:
     """What may still be reserved without reading the limits again."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # the handler of a signal may allocate while its thread is in here
         self._left_bytes = 0
         self._until_ns = 0
 

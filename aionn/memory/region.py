@@ -75,12 +75,12 @@ class Region:
     """Shared memory, mapped into this process. Satisfies `hal.IMemory`."""
 
     def __init__(self, fd: int, mapping: Mapping, description: MemoryDescription, access: Access = Access.WRITE) -> None:
+        self._lock = threading.RLock()  # a region may be closed by the garbage collector, in any thread and at any moment
+        self._when_closed: list[Callable[[], None]] = []
         self._fd = fd
         self._mapping: Mapping | None = mapping
         self._inode: tuple[int, int] | None = None
-        self._when_closed: list[Callable[[], None]] = []
         self._exported = description.kind is MemoryKind.MMAP_FD and is_dma_buf(fd)
-        self._lock = threading.RLock()  # a region may be closed by the garbage collector, in any thread and at any moment
         self.access = access
         self.description = description
         self.size_bytes = description.size_bytes

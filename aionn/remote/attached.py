@@ -1,11 +1,11 @@
 """`AttachedDriver`: a driver as one more client of it sees it, over a connection of that client's.
 
 The runtime's connection to the driver introduces the client (`Connection.attach`), from any thread. From then on the two connections
-share only the end of the driver. The runtime knows best why a driver has ended, so the client waits a moment for the runtime's error. If
-the runtime's loop does not run, the client finds the end by the driver's pidfd and by the end of its socket.
+share only the end of the driver. The runtime knows best why a driver has ended, so the client waits for the runtime's error. Then the
+client's next call is served by another driver, too. If the runtime's loop does not run, the client finds the end by the driver's pidfd.
 
 Invariants
-    `connection` ends when the driver has ended, at most `PATIENCE_S` after its pidfd has said so.
+    `connection` ends when the driver has ended, at most `DYING_S` after its pidfd has said so.
     The runtime's connection holds this object by its key, and never what waits for it.
 """
 
@@ -15,7 +15,7 @@ import os
 from functools import partial
 from typing import Any
 
-from aionn.errors import CallerError, DeadlineError, DriverDiedError, ExecutionError, again
+from aionn.errors import AionnError, CallerError, DeadlineError, DriverDiedError, ExecutionError, again
 from aionn.fmq.thread_waits import ThreadWaits, Timer, completed
 from aionn.hal.types import ErrorStatus
 from aionn.hal.values import as_messages
@@ -26,10 +26,10 @@ from aionn.remote.control import ATTACHED, ControlError, Ready, Refused, Service
 from aionn.remote.device import RemoteDevice, RemotePreparedModel
 
 PATIENCE_S = 0.05
-"""How long the runtime's reason for the end of a driver is waited for."""
+"""How long the runtime's reason for the end of a connection is waited for, where the driver may live on."""
 
 DYING_S = 5.0
-"""A process whose socket has ended takes at most so long to die, also on a busy machine. One that lives on has closed the socket."""
+"""A process whose socket has ended takes at most so long to die, and the runtime's loop to see it. One that lives has closed the socket."""
 
 GREETING_S = 10.0
 """A driver that lives greets a new client within this time, unless it hangs."""
@@ -59,13 +59,18 @@ class AttachedDriver:
         self._timer: Timer | None = None
         self._main = main = model.device.connection
         self.connection = Connection(main.attach(model.number), self._call, self._socket_ended, self._greeted, loop=waits)
-        self._pidfd = model.device.pidfd()
-        leave_in_child(self)
-        if self._pidfd >= 0:
-            waits.add_reader(self._pidfd, self._process_ended)
-        main.when_ended(self, partial(waits.call_soon_threadsafe, self.end))
-        if main.ended_by is not None:  # it ended while the other thread did that
-            self.end(main.ended_by)
+        self._pidfd = -1
+        try:
+            self._pidfd = model.device.pidfd()
+            leave_in_child(self)
+            if self._pidfd >= 0:
+                waits.add_reader(self._pidfd, self._process_ended)
+            main.when_ended(self, partial(waits.call_soon_threadsafe, self.end))
+            if main.ended_by is not None:  # it ended while the other thread did that
+                self.end(main.ended_by)
+        except BaseException:  # of a signal's handler, before the owner has this object
+            self.end(CallerError("this burst connects anew"))
+            raise
 
     async def open(self, deadline_ns: int | None) -> RemotePreparedModel:
         """Return the prepared model, once the driver has greeted.
@@ -109,7 +114,9 @@ class AttachedDriver:
             descriptors.close()
             self._device.log(call_id, body)
         else:
-            completed(self._device.answer(call_id, body, descriptors))
+            error = completed(self._device.answer(call_id, body, descriptors))
+            if error is not None and not isinstance(error, AionnError):
+                raise error  # of a signal's handler, for the call that waits
 
     # --- the end -------------------------------------------------------------------------------------------------------
 
@@ -122,7 +129,7 @@ class AttachedDriver:
     def _process_ended(self) -> None:
         self._waits.remove_reader(self._pidfd)
         self.connection.drain()
-        self._end_within(0.0 if self._alone else PATIENCE_S)
+        self._end_within(0.0 if self._alone else DYING_S)
 
     def _end_within(self, seconds: float) -> None:
         """Wait a moment for the runtime's reason, because the driver has ended, or has closed this connection."""

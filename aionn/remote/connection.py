@@ -41,7 +41,7 @@ import msgspec
 
 from aionn import trace
 from aionn.errors import AionnError, CallerError, DeadlineError, ExecutionError, again
-from aionn.fmq.thread_waits import Loop
+from aionn.fmq.thread_waits import Loop, ThreadWaits
 from aionn.hal.types import ErrorStatus
 from aionn.loopless import Answer, leave_in_child, running_loop
 from aionn.memory.descriptors import check_description, check_reserved
@@ -174,7 +174,8 @@ class ControlSocket:
         self._received: deque[Descriptors] = deque()
         self._outgoing: deque[tuple[memoryview, tuple[int, ...]]] = deque()
         self._closed = False
-        self._sending = threading.Lock()
+        self._sending = threading.RLock()
+        self._posting = False
         self._loop.add_reader(self._fd, self._readable)
         leave_in_child(self)
 
@@ -192,17 +193,22 @@ class ControlSocket:
         body, fds = encode(message)
         frame = memoryview(body)
         with self._sending:
-            if self._closed:
+            # The handler of a signal may post while its thread is in here. Its frame waits, or it would cut this one in two.
+            nested, self._posting = self._posting, True
+            try:
+                if self._closed:
+                    return
+                if self._outgoing or nested:
+                    self._outgoing.append((frame, duplicates(fds)))
+                    return
+                sent = self._send(frame, fds)
+                if sent is not None and sent < len(frame):
+                    # The descriptors have left with the first byte, if any byte has left.
+                    self._outgoing.appendleft((frame[sent:], () if sent else duplicates(fds)))
+            finally:
+                self._posting = nested
+            if not self._outgoing:
                 return
-            if self._outgoing:
-                self._outgoing.append((frame, duplicates(fds)))
-                return
-            sent = self._send(frame, fds)
-            if sent is None or sent == len(frame):
-                return
-            # The descriptors have left with the first byte, if any byte has left.
-            kept = duplicates(fds) if sent == 0 else ()
-            self._outgoing.append((frame[sent:], kept))
         self._loop.call_soon_threadsafe(self._watch_writable)
 
     def _send(self, frame: memoryview, fds: Sequence[int]) -> int | None:
@@ -217,7 +223,7 @@ class ControlSocket:
         except (BlockingIOError, InterruptedError):
             return 0
         except OSError as error:
-            if error.errno in _ENDED:
+            if error.errno in _ENDED or self._closed:  # a signal's handler may have closed it
                 return None
             raise
 
@@ -263,8 +269,10 @@ class ControlSocket:
             except (ConnectionResetError, BrokenPipeError):
                 self._ended_by_peer(None)  # the peer died and left a message of ours unread, which is an end like any other
                 return
-            except Exception as error:  # the loop, which called this callback, could do nothing about any of them
-                self._ended_by_peer(error)
+            except Exception as error:
+                if isinstance(self._loop, ThreadWaits) and not isinstance(error, AionnError) and getattr(error, "errno", None) is None:
+                    raise  # the handler of a signal has raised it, so the thread's call must get it
+                self._ended_by_peer(error)  # a loop, which called this callback, could do nothing about it
                 return
             if not more:
                 self._ended_by_peer(None)

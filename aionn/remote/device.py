@@ -275,8 +275,8 @@ class RemoteDevice:
         logging.getLogger(f"aionn.driver.{self.name}").log(line.level, "device %r: %s", self.name, text, extra=extra)
         self.connection.reply(call_id, None)
 
-    async def answer(self, call_id: int, body: HalCall[Any], descriptors: Descriptors) -> None:
-        """Answer a call of the driver. The owner of the connection runs this for each call."""
+    async def answer(self, call_id: int, body: HalCall[Any], descriptors: Descriptors) -> Exception | None:
+        """Answer a call of the driver. The owner of the connection runs this for each call. Returns the error that was the answer."""
         descriptors.close()
         try:
             if not isinstance(body, GetMemories):
@@ -288,6 +288,8 @@ class RemoteDevice:
             self.connection.reply(call_id, tuple(map(lent, memories)))
         except Exception as error:  # any error here is the answer to the driver, and must not end the app's task
             self.connection.reply_failure(call_id, error)
+            return error
+        return None
 
 
 Found = FencedResult | BaseException

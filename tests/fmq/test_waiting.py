@@ -6,6 +6,7 @@ import asyncio
 import gc
 import os
 import random
+import signal
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -15,6 +16,7 @@ import pytest
 
 from aionn.errors import CallerError, DeadlineError
 from aionn.fmq import MessageQueue, MQFlavor, QueueClosedError
+from aionn.fmq._ring import wait_for
 from tests.fmq.queues import both_ends, duplicated, open_fds, words_of
 
 pytestmark = [pytest.mark.anyio, pytest.mark.both_loops]
@@ -466,3 +468,34 @@ def test_a_forgotten_queue_is_closed_when_it_is_collected() -> None:
         with pytest.raises(QueueClosedError):
             queue.read(1)
     assert open_fds() == before
+
+
+def test_a_sleep_without_end_sees_a_signal_that_another_thread_gets() -> None:
+    class Rung(Exception):
+        pass
+
+    def ring(*_: object) -> None:
+        raise Rung
+
+    fd = os.eventfd(0)
+    begun, ended, in_time = threading.Event(), threading.Event(), []
+
+    def interrupt() -> None:
+        begun.wait()  # then this thread goes on when the other one gives the GIL up, to sleep
+        signal.pthread_kill(threading.get_ident(), signal.SIGUSR1)
+        in_time.append(ended.wait(10))
+        os.eventfd_write(fd, 1)
+
+    before = signal.signal(signal.SIGUSR1, ring)
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    try:
+        with pytest.raises(Rung):
+            begun.set()
+            wait_for(fd, 0)
+        ended.set()
+        thread.join()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+        os.close(fd)
+    assert in_time == [True]

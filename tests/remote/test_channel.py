@@ -6,6 +6,7 @@ import array
 import os
 import socket
 from collections.abc import Callable
+from typing import Any
 
 import anyio
 import pytest
@@ -256,3 +257,44 @@ def test_every_error_crosses_the_wall_whatever_its_text(odd: str, long: str) -> 
         message = decode(frame(Failed(1, failure_of(error)))[HEADER.size :])
         assert isinstance(message, Failed)
         assert str(error_of(message.failure))
+
+
+class InterruptedSocket(socket.socket):
+    """Takes half of the first frame. Then the handler of a signal runs in the sending thread."""
+
+    handler: Callable[[], None] | None = None
+
+    def sendmsg(self, buffers: Any, *how: Any) -> int:
+        handler, self.handler = self.handler, None
+        if handler is None:
+            return super().sendmsg(buffers, *how)
+        (frame,) = buffers
+        sent = super().sendmsg([frame[: len(frame) // 2]], *how)
+        handler()
+        return sent
+
+
+async def test_a_signals_handler_that_posts_while_its_thread_does_cuts_no_frame_in_two() -> None:
+    ours, theirs = socket.socketpair()
+    interrupted = InterruptedSocket(fileno=ours.detach())
+    heard: list[int] = []
+    all_came = anyio.Event()
+
+    def hear(message: Message, _: Descriptors) -> None:
+        assert isinstance(message, Reply)
+        heard.append(message.id)
+        if len(heard) == 3:
+            all_came.set()
+
+    ends: list[Exception | None] = []
+    sender = ControlSocket(interrupted, hear, ends.append)
+    receiver = ControlSocket(theirs, hear, ends.append)
+    interrupted.handler = lambda: sender.post(Reply(2, None))
+    sender.post(Reply(1, None))
+    sender.post(Reply(3, None))
+    with anyio.fail_after(20):
+        await all_came.wait()
+    assert heard == [1, 2, 3]
+    assert ends == []
+    sender.close()
+    receiver.close()

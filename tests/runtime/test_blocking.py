@@ -27,7 +27,7 @@ from aionn.runtime.processes.devices import Devices
 from aionn.runtime.streaming.blocking import BlockingConnection, _Tidying
 from aionn.testing import FakeDevice, identity_model
 from tests.journeys.silero import Directly, assert_same, still, windows
-from tests.leaks import driver_pids, ended, leak_check
+from tests.leaks import driver_pids, ended, leak_check, wait_for_end
 from tests.runtime.operator_engines import CpuWholeEngine, WholeEngine, drivers, three_step_model
 from tests.runtime.operator_engines import expected as three_steps
 from tests.runtime.partial_engines import LeftFake, RightFake
@@ -200,6 +200,26 @@ async def test_a_driver_that_is_killed_ends_the_call_and_the_next_one_starts_ano
         await fake.heard("run")
         fake.behave()
         assert (np.asarray((await call.outcome())["input_out"]) == 5).all()
+        burst.close()
+
+
+async def test_a_death_that_the_runtime_has_not_seen_yet_ends_no_second_call(fake: FakeDevice) -> None:
+    """The runtime's loop is busy while the driver dies. The thread's call ends after it has run, with its reason."""
+    async with leak_check(), aionn.Runtime() as runtime:
+        burst = await opened(await compiled(runtime, fake))
+        await in_thread(right, burst, 1)
+        fake.hang()
+        call = Caller(burst.compute, of(2))
+        pid = await fake.heard("run")
+        os.kill(pid, signal.SIGKILL)
+        assert wait_for_end(pid, 20)
+        call._thread.join(0.5)  # the loop is not run meanwhile
+        assert call._thread.is_alive()
+        fake.behave()
+        error = await call.outcome()
+        assert isinstance(error, aionn.DriverDiedError)
+        assert error.exit_code == -signal.SIGKILL
+        await in_thread(right, burst, 3)
         burst.close()
 
 
@@ -542,6 +562,110 @@ def test_a_signal_after_any_call_of_a_step_leaves_the_burst_usable(fake: FakeDev
             assert not burst._connection._finalizer.alive  # it was closed to the end
             after += 1
         assert after > 2
+
+
+class Rung(Exception):
+    """What the handler of a signal raises."""
+
+
+@contextmanager
+def rung_by_signals(raised: type[BaseException] = Rung) -> Iterator[None]:
+    """Let the handler of SIGUSR1 raise that."""
+
+    def ring(*_: object) -> None:
+        raise raised
+
+    before = signal.signal(signal.SIGUSR1, ring)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+class RungOnce:
+    """Raises a signal in a call of this thread, where the calls of Python functions, their returns and those of C functions are counted."""
+
+    def __init__(self, raised: type[BaseException]) -> None:
+        self._raised = raised
+        self._events = self._at = 0
+        self._rung = ""
+
+    def _profile(self, frame: FrameType | None, event: str, _: object) -> None:
+        self._events += 1
+        if self._rung or self._events < self._at or event not in ("call", "return", "c_return"):
+            return
+        place = f"{event} in {frame.f_code.co_qualname}" if frame is not None else event
+        while frame is not None:
+            if frame.f_code.co_name in ("__del__", "_remove"):  # Python drops what the end of an object raises
+                return
+            frame = frame.f_back
+        self._rung = place
+        signal.raise_signal(signal.SIGUSR1)
+
+    def rings(self, at: int, act: Callable[[], object]) -> bool:
+        """Return whether `act` was long enough to be rung. It must raise what the handler has raised then."""
+        self._events, self._at, self._rung = 0, at, ""
+        sys.setprofile(self._profile)
+        try:
+            act()
+        except self._raised:
+            return True
+        finally:
+            sys.setprofile(None)
+        assert not self._rung, f"the exception was lost: {self._rung}"
+        return False
+
+
+@pytest.mark.own_process  # a signal between the making of a descriptor and the next statement leaves it open
+@pytest.mark.no_cover
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("raised", [KeyboardInterrupt, Rung])
+def test_what_a_signals_handler_raises_reaches_the_caller_wherever_it_comes(raised: type[BaseException], fake: FakeDevice) -> None:
+    once = RungOnce(raised)
+    with (
+        rung_by_signals(raised),
+        start_blocking_portal("asyncio") as portal,
+        portal.wrap_async_context_manager(aionn.Runtime()) as runtime,
+        portal.call(compiled, runtime, fake).blocking() as burst,
+    ):
+        connection = burst._connection
+        connecting = 0
+        while once.rings(connecting, lambda: burst.compute(of(9))):
+            right(burst, connecting % 97)
+            connection.leave_to_next(connection._disconnect)
+            connecting += 3
+        assert connecting > 600
+        steady = 1
+        right(burst, 1)
+        while once.rings(steady, lambda: burst.compute(of(9))):
+            right(burst, steady)
+            right(burst, steady)
+            steady += 1
+        assert steady > 10
+        assert burst.statistics()["pinned_frames"] == 0
+
+
+def test_a_signal_that_another_thread_gets_ends_a_call(fake: FakeDevice) -> None:
+    """Its handler runs in the main thread, whose sleep the kernel does not end. A signal just before the sleep is like it."""
+    with rung_by_signals(), in_the_main_thread(fake) as (portal, compilation), compilation.blocking() as burst:
+        right(burst, 1)
+        fake.hang()
+        ended, in_time = threading.Event(), []
+
+        def interrupt() -> None:
+            portal.call(fake.heard, "run")
+            signal.pthread_kill(threading.get_ident(), signal.SIGUSR1)
+            in_time.append(ended.wait(5))  # after 10 s, the call asks the driver for its request, and would see the signal
+
+        thread = threading.Thread(target=interrupt)
+        thread.start()
+        with pytest.raises(Rung):
+            burst.compute(of(2))
+        ended.set()
+        thread.join()
+        assert in_time == [True]
+        fake.behave()
+        right(burst, 3)
 
 
 def test_a_handler_of_a_signal_runs_while_a_call_waits_and_may_close_the_burst(fake: FakeDevice) -> None:

@@ -247,7 +247,7 @@ class BlockingConnection(BurstConnection):
         except BaseException:
             # A signal's handler may raise between any two steps. So it is not known which frames the driver may still write into.
             if 0 in self._inside and self._inside[0] is here:
-                self._left.append(self._disconnect)
+                self._left += self._disconnect, self.executor.frames.renew  # an answer may have come that no call counts
             raise
         finally:
             # Python runs the handlers of signals when a call is over. No call stands before `del`, so the mark always goes.
