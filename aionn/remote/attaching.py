@@ -69,7 +69,8 @@ def connect(path: str) -> socket.socket:
     """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        sock.settimeout(CONNECT_S)
+        # A timeout of the socket object would not wait at all where the queue of connections is full.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(CONNECT_S), 0))
         sock.connect(path)
         if (uid := peer_of(sock)[1]) not in (os.getuid(), 0):
             raise DeviceUnavailableError(

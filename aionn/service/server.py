@@ -95,8 +95,7 @@ class App:
         if error is not None:
             logger.warning("the service ends the connection of app %d: %s", self.pid, error)
         self.connection.end(error if isinstance(error, AionnError) else ControlError("the app has gone"))
-        if self._pidfd < 0:
-            self._service.remove(self)
+        self._service.remove(self)
 
     def _process_ended(self) -> None:
         """Free what the app had in drivers: a child that it has forked may hold its sockets open."""

@@ -294,7 +294,7 @@ class DriverProcess:
         if self._broke is not None:
             why = f"after it had broken the protocol ({self._broke})"
         elif self._child.is_shared:
-            why = "or has ended the connection with this app (it belongs to the service)"
+            why = "(a driver of the service, which may also have ended this app's connection alone)"
         elif not self._started.is_set():
             why = "before it was ready (what it printed says why)"
         error = DriverDiedError(self.name, self._child.exit_code, why)

@@ -1,0 +1,292 @@
+"""`aionn serve` and `Runtime(service=)`: apps share drivers, and the end of each party reaches the others as it should."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import struct
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import anyio
+import numpy as np
+import pytest
+
+import aionn
+from aionn.remote.control import PROTOCOL, ServiceReady, encode
+from aionn.service.listening import listen
+from aionn.testing import identity_model
+from tests.leaks import driver_pids, leak_check
+from tests.service.served import App, Served, forked_app, odd_descriptor, parent_of, serving
+
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("surroundings")]
+
+SHAPE = (1, 16)
+MODEL = aionn.Model.from_onnx(identity_model({"input": SHAPE}))
+REFERENCE = ["reference"]
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    with serving() as made:
+        yield made
+
+
+@pytest.fixture
+def served(folder: Path) -> Iterator[Served]:
+    service = Served(folder)
+    try:
+        yield service
+    finally:
+        service.end()
+
+
+async def right(call: Callable[..., Awaitable[aionn.Outputs]], number: float) -> None:
+    outputs = await call({"input": np.full(SHAPE, number, np.float32)})
+    assert (outputs["input_out"] == number).all()
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    with anyio.fail_after(30):
+        while not holds():  # noqa: ASYNC110 -- other processes have no event
+            await anyio.sleep(0.05)
+
+
+def pid_of(runtime: aionn.Runtime) -> int | None:
+    return next((device.pid for device in runtime.devices if device.name == "reference"), None)
+
+
+async def test_two_apps_share_one_driver_that_neither_has_started(served: Served) -> None:
+    async with aionn.Runtime(service=served.path, start=()) as first:
+        kept = await first.compile(MODEL, devices=REFERENCE)
+        await right(kept.compute, 1)
+        with leak_check():
+            async with aionn.Runtime(service=served.path, start=()) as second:
+                compilation = await second.compile(MODEL, devices=REFERENCE)
+                await right(compilation.compute, 2)
+                async with compilation.burst() as burst:
+                    await right(burst.compute, 3)
+                    assert pid_of(first) == pid_of(second)
+                    assert parent_of(pid_of(first)) == served.process.pid
+                    assert [guest["models"] for guest in served.guests()] == [1, 1]
+        await until(lambda: len(served.guests()) == 1)
+
+
+async def test_a_model_is_compiled_once_for_all_apps(served: Served, tmp_path: Path, silero_path: Path) -> None:
+    async def outcome() -> aionn.CacheOutcome | None:
+        async with aionn.Runtime(service=served.path, start=()) as runtime:
+            model = await runtime.load(silero_path)
+            compilation = await runtime.compile(model, devices=["onnxruntime"], cache_dir=tmp_path / "cache")
+            await compilation.compute({"input": np.zeros((1, 576), np.float32), "state": np.zeros((2, 1, 128), np.float32)})
+            return compilation.outcomes[0]
+
+    kinds = [found.kind.value for _ in range(2) if (found := await outcome()) is not None]
+    assert kinds == ["miss", "hit"]
+
+
+async def test_each_app_sees_a_drivers_death_and_shares_the_next_one(served: Served) -> None:
+    async with (
+        aionn.Runtime(service=served.path, start=()) as first,
+        aionn.Runtime(service=served.path, start=()) as second,
+    ):
+        bursts = [(await runtime.compile(MODEL, devices=REFERENCE)).burst() for runtime in (first, second)]
+        async with bursts[0], bursts[1]:
+            for burst in bursts:
+                await right(burst.compute, 1)
+            before = pid_of(first)
+            assert before is not None
+            os.kill(before, signal.SIGKILL)
+            await until(lambda: pid_of(first) is None and pid_of(second) is None)
+            for burst in bursts:
+                await right(burst.compute, 2)
+            assert before != pid_of(first) == pid_of(second)
+
+
+async def test_a_stream_outlives_the_service_and_new_work_waits_for_another_one(served: Served, folder: Path) -> None:
+    async with aionn.Runtime(service=served.path, start=()) as runtime:
+        compilation = await runtime.compile(MODEL, devices=REFERENCE)
+        async with compilation.burst() as burst:
+            await right(burst.compute, 1)
+            before = pid_of(runtime)
+            served.kill()
+            await until(lambda: pid_of(runtime) is None)
+            for number in range(100):
+                await right(burst.compute, number)
+            with pytest.raises(aionn.ServiceDiedError, match="the service has ended"), anyio.fail_after(5):
+                await runtime.compile(MODEL, devices=REFERENCE)
+            other = Served(folder)  # finds the socket that the dead one has left
+            try:
+                again = await runtime.compile(MODEL, devices=REFERENCE)
+                await right(again.compute, 3)
+                assert pid_of(runtime) not in (None, before)
+                await right(burst.compute, 4)
+            finally:
+                other.end()
+    await until(lambda: before is not None and not os.path.exists(f"/proc/{before}"))
+
+
+async def test_a_service_is_replaced_under_a_stream(served: Served, folder: Path) -> None:
+    async with aionn.Runtime(service=served.path, start=()) as runtime:
+        compilation = await runtime.compile(MODEL, devices=REFERENCE)
+        async with compilation.burst() as burst:
+            await right(burst.compute, 1)
+            before = pid_of(runtime)
+            other = Served(folder, "--replace")
+            try:
+                for number in range(100):
+                    await right(burst.compute, number)
+                async with aionn.Runtime(service=served.path, start=()) as newer:
+                    await right((await newer.compile(MODEL, devices=REFERENCE)).compute, 5)
+                    assert pid_of(newer) not in (None, before)
+                assert served.process.poll() is None
+                await right(burst.compute, 6)
+            finally:
+                await burst.aclose()
+                await runtime.aclose()
+                await until(lambda: served.process.poll() == 0)  # with its last guest
+                other.end()
+
+
+async def test_what_a_killed_app_held_is_freed_and_others_go_on(served: Served) -> None:
+    async with aionn.Runtime(service=served.path, start=()) as runtime:
+        compilation = await runtime.compile(MODEL, devices=REFERENCE)
+        async with compilation.burst() as burst:
+            for number in range(3):
+                app = App(served.path)
+                assert sorted(guest["bursts"] for guest in served.guests()) == [1, 1]
+                app.kill()
+                await right(burst.compute, number)
+                await until(lambda: len(served.guests()) == 1)
+
+
+async def test_a_child_that_holds_the_sockets_keeps_no_dead_app(served: Served, folder: Path) -> None:
+    """A child of `os.fork` in C has every descriptor of its parent, and aionn does not see that fork."""
+    with forked_app(served.path):
+        await until(lambda: served.guests() == [])
+
+
+async def test_without_a_service_the_app_is_told_or_starts_its_drivers(
+    folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    missing = str(folder / "none.sock")
+    with pytest.raises(aionn.DeviceUnavailableError, match=r"no service listens there.*aionn serve"):
+        await aionn.Runtime(service=missing).open()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
+    monkeypatch.setenv("AIONN_SERVICE", "auto")
+    caplog.set_level(logging.INFO)
+    async with aionn.Runtime(start=()) as runtime:
+        await right((await runtime.compile(MODEL, devices=REFERENCE)).compute, 1)
+        assert driver_pids() == [pid_of(runtime)]
+    assert "this app starts its own drivers" in caplog.text
+    for wrong in ("relative/path", 7, "x" * 200):
+        with pytest.raises(aionn.CallerError, match="expected 'off', 'auto', or the absolute path"):
+            aionn.Runtime(service=wrong)  # type: ignore[arg-type]
+
+
+async def test_auto_finds_the_service_of_the_user(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "aionn").mkdir(mode=0o700)
+    service = Served(folder / "aionn")
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
+    monkeypatch.setenv("AIONN_SERVICE", "auto")
+    try:
+        async with aionn.Runtime(start=()) as runtime:
+            await right((await runtime.compile(MODEL, devices=REFERENCE)).compute, 1)
+            assert parent_of(pid_of(runtime)) == service.process.pid
+    finally:
+        service.end()
+
+
+async def test_an_app_cannot_restart_a_driver_of_all(served: Served) -> None:
+    async with aionn.Runtime(service=served.path, start=()) as runtime:
+        await runtime.compile(MODEL, devices=REFERENCE)
+        device = next(device for device in runtime.devices if device.name == "reference")
+        with pytest.raises(aionn.CallerError, match="other apps use"):
+            await device.restart()
+
+
+async def test_apps_with_other_settings_have_other_drivers(served: Served) -> None:
+    async with (
+        aionn.Runtime(service=served.path, start=()) as first,
+        aionn.Runtime(service=served.path, start=(), driver_env={"AIONN_TEST_WORD": "one"}) as second,
+    ):
+        for runtime in (first, second):
+            await right((await runtime.compile(MODEL, devices=REFERENCE)).compute, 1)
+        assert pid_of(first) != pid_of(second)
+
+
+async def test_a_blocking_burst_reaches_a_shared_driver(served: Served) -> None:
+    async with aionn.Runtime(service=served.path, start=()) as runtime:
+        compilation = await runtime.compile(MODEL, devices=REFERENCE)
+
+        def in_thread() -> None:
+            with compilation.blocking() as burst:
+                assert (burst.compute({"input": np.full(SHAPE, 3, np.float32)})["input_out"] == 3).all()
+
+        await anyio.to_thread.run_sync(in_thread)
+
+
+def test_one_service_listens_at_a_path(served: Served, folder: Path) -> None:
+    with pytest.raises(aionn.CallerError, match=r"listens at .* already; take its place with --replace"):
+        listen(served.path)
+    (folder / "file").write_text("mine")
+    with pytest.raises(aionn.CallerError, match="is not a socket"):
+        listen(str(folder / "file"))
+    assert (folder / "file").read_text() == "mine"
+    (folder / "open").mkdir()
+    (folder / "open").chmod(0o777)
+    with pytest.raises(aionn.CallerError, match="others may write to the folder"):
+        listen(str(folder / "open" / "s.sock"))
+    assert os.stat(served.path).st_mode & 0o077 == 0
+
+
+@pytest.mark.parametrize("older", [True, False])
+async def test_another_protocol_says_which_side_to_upgrade(folder: Path, older: bool) -> None:
+    path = str(folder / "s.sock")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as fake:
+        fake.bind(path)
+        fake.listen()
+
+        def greet() -> None:
+            app, _ = fake.accept()
+            with app:
+                app.sendall(encode(ServiceReady(PROTOCOL + (-1 if older else 1), "9.9"))[0])
+                app.recv(1)
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(anyio.to_thread.run_sync, greet)
+            wanted = "upgrade the service" if older else "upgrade this app"
+            with pytest.raises(aionn.DeviceUnavailableError, match=wanted):
+                await aionn.Runtime(service=path).open()
+
+
+async def test_nonsense_at_the_socket_ends_its_sender_alone(served: Served) -> None:
+    async with aionn.Runtime(service=served.path, start=()) as runtime:
+        compilation = await runtime.compile(MODEL, devices=REFERENCE)
+        held = []
+        with odd_descriptor() as zero:
+            for message in (
+                b"\0" * 64,
+                b"\xff" * 4096,
+                struct.pack("<IHH", 2**31, 0, 0),
+                struct.pack("<IHH", 100, 9, 0) + b"x" * 50,
+                b"\x01",
+            ):
+                sender = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+                sender.connect(served.path)
+                socket.send_fds(sender, [message], [zero] * 5)
+                held.append(sender)
+                await right(compilation.compute, 1)
+        for _ in range(300):  # more than the service takes
+            sender = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            sender.setblocking(False)
+            with suppress(BlockingIOError):  # as many wait as the kernel lets wait
+                sender.connect(served.path)
+            held.append(sender)
+        await right(compilation.compute, 2)
+        for sender in held:
+            sender.close()
+        await until(lambda: len(served.facts()["apps"]) <= 2)
+        assert "Traceback" not in served.log
