@@ -48,7 +48,9 @@ if _typing.TYPE_CHECKING:
     from aionn.errors import DriverHungError as DriverHungError
     from aionn.errors import ExecutionError as ExecutionError
     from aionn.errors import MemoryAllocationError as MemoryAllocationError
+    from aionn.errors import ModelQuarantinedError as ModelQuarantinedError
     from aionn.errors import OutputInsufficientSizeError as OutputInsufficientSizeError
+    from aionn.errors import QuotaError as QuotaError
     from aionn.errors import ServiceDiedError as ServiceDiedError
     from aionn.errors import StageRejected as StageRejected
     from aionn.hal.batching import Batching as Batching
@@ -84,8 +86,8 @@ else:
     _NAMES = {
         "aionn.caching.outcomes": "CacheOutcome CacheOutcomeKind MissReason",
         "aionn.errors": "AionnError CallerError CompilationError DeadlineError DeviceBusyError DeviceMemoryLostError "
-        "DeviceUnavailableError DriverDiedError DriverHungError ExecutionError MemoryAllocationError OutputInsufficientSizeError "
-        "ServiceDiedError StageRejected",
+        "DeviceUnavailableError DriverDiedError DriverHungError ExecutionError MemoryAllocationError ModelQuarantinedError "
+        "OutputInsufficientSizeError QuotaError ServiceDiedError StageRejected",
         "aionn.hal.batching": "Batching",
         "aionn.memory.hardware_buffer": "HardwareBuffer PlaneLayout",
         "aionn.memory.memory": "Memory",

@@ -25,7 +25,9 @@ __all__ = [
     "DriverHungError",
     "ExecutionError",
     "MemoryAllocationError",
+    "ModelQuarantinedError",
     "OutputInsufficientSizeError",
+    "QuotaError",
     "ServiceDiedError",
     "StageRejected",
 ]
@@ -108,6 +110,18 @@ class CompilationError(AionnError):
         self.reason = message if reason is None else reason
 
 
+class ModelQuarantinedError(CompilationError):
+    """The model has ended its driver several times, so the service of all apps refuses to prepare it for a while.
+
+    Attributes:
+        until_s: in how many seconds the model may be prepared again.
+    """
+
+    def __init__(self, message: str, *, until_s: float) -> None:
+        super().__init__(message)
+        self.until_s = until_s
+
+
 class ExecutionError(AionnError):
     """The driver answered that this execution failed. The driver and its other executions go on.
 
@@ -130,6 +144,22 @@ class OutputInsufficientSizeError(ExecutionError):
     def __init__(self, message: str, *, status: int, shapes: Mapping[str, tuple[int, ...]]) -> None:
         super().__init__(message, status=status)
         self.shapes = dict(shapes)
+
+
+class QuotaError(ExecutionError):
+    """The app would use more of a shared driver than one app may. Nothing was done.
+
+    Attributes:
+        what: what is counted, such as "prepared models" or "bytes of weights".
+        limit: how much of it one app may use.
+        used: how much of it the app uses now.
+    """
+
+    def __init__(self, message: str, *, status: int, what: str, limit: int, used: int) -> None:
+        super().__init__(message, status=status)
+        self.what = what
+        self.limit = limit
+        self.used = used
 
 
 class DriverDiedError(AionnError):

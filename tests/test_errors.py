@@ -29,6 +29,8 @@ SAMPLES: dict[str, Callable[[], BaseException]] = {
     "OutputInsufficientSizeError": lambda: errors.OutputInsufficientSizeError(
         TEXT, status=ErrorStatus.OUTPUT_INSUFFICIENT_SIZE, shapes={"y": (2, 3)}
     ),
+    "ModelQuarantinedError": lambda: errors.ModelQuarantinedError(TEXT, until_s=600.0),
+    "QuotaError": lambda: errors.QuotaError(TEXT, status=ErrorStatus.GENERAL_FAILURE, what="bursts", limit=64, used=64),
     "DriverDiedError": lambda: errors.DriverDiedError("onnxruntime", -9, "while it compiled"),
     "DeviceMemoryLostError": lambda: errors.DeviceMemoryLostError("onnxruntime", None),
     "ServiceDiedError": lambda: errors.ServiceDiedError(TEXT),

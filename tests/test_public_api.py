@@ -56,7 +56,9 @@ FACE = {
     "MemoryAllocationError",
     "MissReason",
     "Model",
+    "ModelQuarantinedError",
     "OutputInsufficientSizeError",
+    "QuotaError",
     "Outputs",
     "PlaneLayout",
     "RecurrentStream",
@@ -141,6 +143,8 @@ ERROR_TREE: dict[str, Any] = {
     "DeviceBusyError": "AionnError",
     "DeviceUnavailableError": "AionnError",
     "MemoryAllocationError": "AionnError",
+    "ModelQuarantinedError": "CompilationError",
+    "QuotaError": "ExecutionError",
     "StageRejected": "AionnError",
 }
 

@@ -136,6 +136,14 @@ def _read_at_once(fd: int, length: int) -> bytes | memoryview:
     return copy
 
 
+_RECORD_BYTES = 8 + 32
+
+
+def lengths_of(digests: bytes) -> list[int]:
+    """Return the lengths in a record of `record_of`."""
+    return [int.from_bytes(digests[at : at + 8], "little") for at in range(0, len(digests), _RECORD_BYTES)]
+
+
 def record_of(lengths: Sequence[int], digests: Sequence[bytes]) -> bytes:
     """Return what is recorded of an artifact: for each file its length in 8 bytes, little-endian, and its digest of 32 bytes."""
     return b"".join(length.to_bytes(8, "little") + digest for length, digest in zip(lengths, digests, strict=True))

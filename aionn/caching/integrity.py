@@ -35,7 +35,16 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from aionn import trace
-from aionn.caching.artifact_files import Purpose, check_descriptors, digests_of_files, read_private, record_of, sole_writer, write_whole
+from aionn.caching.artifact_files import (
+    Purpose,
+    check_descriptors,
+    digests_of_files,
+    lengths_of,
+    read_private,
+    record_of,
+    sole_writer,
+    write_whole,
+)
 from aionn.caching.outcomes import MissReason, Refusal, refusal_of_os_error
 from aionn.caching.private_folder import UnsafeStateError
 from aionn.caching.state import (
@@ -61,7 +70,6 @@ if TYPE_CHECKING:
 _log = logging.getLogger("aionn.caching")
 _CANDIDATES = 16  # the published set, one being published, two savers at once; and the same model in other cache directories
 _LOCK_WAIT_S = 5.0  # two drivers write the same files: the second waits for the first, which takes a fraction of a second
-_RECORD_BYTES = 8 + 32
 
 
 class Verified(msgspec.Struct, frozen=True):
@@ -343,9 +351,9 @@ class IntegrityStore:
         fds = (*handles.model, *handles.data)
         lengths = [os.fstat(fd).st_size for fd in fds]
         # Before reading anything: a file that was made huge must not cost its size in memory.
-        candidates = [digests for digests in recorded if _lengths(digests) == lengths]
+        candidates = [digests for digests in recorded if lengths_of(digests) == lengths]
         if not candidates:
-            stored = " or ".join(str(_lengths(digests)) for digests in recorded)
+            stored = " or ".join(str(lengths_of(digests)) for digests in recorded)
             return Refusal(MissReason.WRONG_LENGTH, f"the files have {lengths} bytes, stored were {stored}")
         if known and any(digests in known for digests in candidates):
             found = record_of(lengths, digests_of_files(fds, lengths))
@@ -400,10 +408,6 @@ def _matches(found: bytes, candidates: Sequence[bytes]) -> bool:
 
 def _wrong_bytes(fds: Sequence[int]) -> Refusal:
     return Refusal(MissReason.WRONG_BYTES, f"the contents of {len(fds)} files are not what this driver stored")
-
-
-def _lengths(digests: bytes) -> list[int]:
-    return [int.from_bytes(digests[at : at + 8], "little") for at in range(0, len(digests), _RECORD_BYTES)]
 
 
 _KEPT = 4

@@ -68,6 +68,18 @@ class Loaded(msgspec.Struct, frozen=True):
     key_id: bytes = b""
     outcome: str = ""
 
+    @property
+    def label(self) -> str:
+        """A short name of the model, which its app has given."""
+        return self.description.model_token.hex()[:16]
+
+    @property
+    def size_bytes(self) -> int:
+        """The bytes of the files."""
+        from aionn.caching.artifact_files import lengths_of  # a load has imported it
+
+        return sum(lengths_of(self.digests))
+
 
 class LentHandles:
     """Duplicates of a client's cache files for one blocking act; see `lent`. The integrity store refuses a file that is not open."""
@@ -160,12 +172,19 @@ class Artifacts:
         refusal = store if isinstance(store, Refusal) else store.save(handles, artifact, trailer, stored)
         return "saved" if refusal is None else str(refusal)
 
-    def load(self, handles: CacheHandles, options: CompileOptions, known: Mapping[bytes, Loaded] = MappingProxyType({})) -> Loaded:
+    def load(
+        self,
+        handles: CacheHandles,
+        options: CompileOptions,
+        known: Mapping[bytes, Loaded] = MappingProxyType({}),
+        check: Callable[[bytes], None] = lambda _: None,
+    ) -> Loaded:
         """Verify and load. The files are verified also where their executable is known.
 
         Args:
             known: what has been loaded with the same options, by `Loaded.digests`. If the files are one of these, that one is returned,
                 and the engine loads nothing.
+            check: called with the digests before the engine loads the files. It may raise.
 
         Raises:
             CallerError: the number of files is not the one that the device asks for.
@@ -179,6 +198,7 @@ class Artifacts:
         verified = store if isinstance(store, Refusal) else store.verify(handles, known)
         if isinstance(verified, Refusal):
             raise _refused(verified)
+        check(verified.digests)
         if verified.artifact is None:
             return known[verified.digests]
         try:
@@ -187,7 +207,14 @@ class Artifacts:
             raise self._not_loaded(error) from error
         return Loaded(self._load(artifact, options), description, verified.digests, verified.key_id)
 
-    def adopt(self, handles: CacheHandles, options: CompileOptions, model_digest: bytes, signed: bytes) -> Loaded:
+    def adopt(
+        self,
+        handles: CacheHandles,
+        options: CompileOptions,
+        model_digest: bytes,
+        signed: bytes,
+        check: Callable[[bytes], None] = lambda _: None,
+    ) -> Loaded:
         """Verify and load what another machine has compiled, and record it as adopted. No file is written to.
 
         An artifact that cannot be recorded is loaded all the same: `Loaded.outcome` says why.
@@ -196,6 +223,7 @@ class Artifacts:
             handles: descriptors that are open for reading, the entry's key as the token, and the keyring.
             model_digest: of the model that the client wants.
             signed: the signed statement.
+            check: as for `load`.
 
         Raises:
             CompilationError: the files cannot be used. `.reason` begins with the `MissReason`.
@@ -215,6 +243,7 @@ class Artifacts:
             raise _refused(Refusal(MissReason.UNREADABLE, text_of(error))) from error
         if description.model_token != model_digest:
             raise _refused(Refusal(MissReason.OTHER_MODEL, f"the artifact is that of model {description.model_token.hex()[:16]}"))
+        check(offer.digests)
         executable, key_id = self._load(artifact, options), offer.statement.key_id
         token, store = device_token(handles.token, model_digest), self._integrity()
         refusal = store if isinstance(store, Refusal) else store.note_adopted(token, offer.digests, key_id)

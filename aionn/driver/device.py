@@ -29,13 +29,14 @@ from aionn.driver.lanes import Turns
 from aionn.driver.memories import EngineBuffer, constants_of
 from aionn.driver.options import OptionalFacts, runs_on
 from aionn.driver.prepared_model import EnginePreparedModel
+from aionn.driver.received import weights_of
 from aionn.driver.sharing import CompiledIdentity, Shared, Sharing, digested, identity_of, identity_of_stored, instances_of, own_instances
 from aionn.driver.threads import Threads, trim_arenas
 from aionn.errors import CompilationError, DeadlineError
 from aionn.hal.batching import RowAxes
 from aionn.hal.engine import CancelFlag, CompileOptions, Engine, Executable
 from aionn.hal.interfaces import CacheHandles, IPreparedModel, PrepareOptions
-from aionn.hal.model import PooledModel
+from aionn.hal.model import PooledModel, label
 from aionn.hal.options import NO_OPTIONS, EngineOptions, OptionValue
 from aionn.hal.types import BufferDesc, BufferRole, CacheFiles, DeviceType
 from aionn.hal.values import from_messages
@@ -94,7 +95,7 @@ class EngineDevice:
         self._blobs = DeviceBlobs(engine.name, engine.version, state_directory)
         self.buffers = DeviceBuffers(reserve)
         self.turns = Turns()
-        self.sharing = Sharing(shared)
+        self.sharing = Sharing(shared, (lambda _: None) if page is None else page.show_preparing, lambda: self.behind(trim_arenas))
         self.optional = OptionalFacts(engine)
         self.name = engine.name
         self.version = engine.version
@@ -134,7 +135,9 @@ class EngineDevice:
                 model, base = await self._blocking(lambda: digested(model), flag, options.deadline_ns)
             identity, contents = (None, b"") if may_export and not base else await self._identified(model, options, flag, base)
             if self.sharing.by_contents and identity is not None:
+                self.sharing.check_allowed(identity.key)
                 flight = await self.sharing.flight(identity, options.deadline_ns)
+                self.sharing.check_allowed(identity.key)  # once more, since others may have been compiled meanwhile
             shared = None if may_export else self.sharing.find(identity)
             if shared is not None:
                 executables = await self._instances(shared, options, flag, again=True)
@@ -147,8 +150,9 @@ class EngineDevice:
                     )
                 outcome, contents = compiled.outcome, compiled.contents
                 identity = identity_of(model, compiled.contents, options, base)
+                fresh = Shared(compiled.executable, None, identity.key if base and identity else 0, label(model), weights_of(model))
                 # Before it is stored, since the number of instances may be refused.
-                shared, executables = await self._executables(identity, Shared(compiled.executable), options, flag)
+                shared, executables = await self._executables(identity, fresh, options, flag)
                 if options.batching is not None and shared.rows is None:
                     from aionn.driver.joining.probing import probed  # most models join nothing
 
@@ -252,11 +256,13 @@ class EngineDevice:
             return str(Refusal(MissReason.TOO_SLOW, "storing the model took longer than the deadline allows"))
 
     async def prepare_model_from_cache(self, options: PrepareOptions, cache: CacheHandles) -> EnginePreparedModel:
-        known = self.sharing.loaded(options)
-        return await self._from_files(options, cache, lambda handles, how: self._artifacts.load(handles, how, known), known)
+        known, check = self.sharing.loaded(options), self.sharing.check_files
+        return await self._from_files(options, cache, lambda handles, how: self._artifacts.load(handles, how, known, check), known)
 
     async def adopt(self, options: PrepareOptions, cache: CacheHandles, model_digest: bytes, signed: bytes) -> EnginePreparedModel:
-        return await self._from_files(options, cache, lambda handles, how: self._artifacts.adopt(handles, how, model_digest, signed))
+        return await self._from_files(
+            options, cache, lambda handles, how: self._artifacts.adopt(handles, how, model_digest, signed, self.sharing.check_files)
+        )
 
     async def _from_files(
         self, options: PrepareOptions, cache: CacheHandles, load: _Load, known: Mapping[bytes, Loaded] = MappingProxyType({})
@@ -274,7 +280,8 @@ class EngineDevice:
                     loading=True,
                 )
             identity = identity_of_stored(loaded, options, self.sharing.by_contents)
-            fresh = Shared(loaded.executable, loaded)
+            key = identity.key if identity is not None and self.sharing.by_contents else 0
+            fresh = Shared(loaded.executable, loaded, key, loaded.label, loaded.size_bytes)
             shared, executables = await self._executables(identity, fresh, options, flag, again=loaded.digests in known)
         finally:
             lent.release()
@@ -334,13 +341,14 @@ class EngineDevice:
 
     def close(self) -> None:
         """Close the store of digests and the blob cache. Later preparations neither save nor load."""
+        self.sharing.evict()
         self._artifacts.close()
         self._blobs.close()
         self._threads.close()
 
-    def slot(self, model: int) -> Slot:
+    def slot(self, model: int, key: int = 0) -> Slot:
         """Return a slot that shows the executions of one lane of a prepared model."""
-        return private_slot() if self.page is None else self.page.slot(model)
+        return private_slot() if self.page is None else self.page.slot(model, key)
 
     def free_slot(self, slot: Slot) -> None:
         """Take back a slot."""
@@ -363,7 +371,7 @@ async def _listen(name: str, server: ExecutionBurstServer, ended: Callable[[Exec
 
 def _return_freed_memory(model: PooledModel, behind: Callable[[Callable[[], None]], None]) -> None:
     """Return what a compilation of a large model has freed to the system, after the answer."""
-    if sum(constant.location.length for constant in model.constants) >= _LARGE_BYTES:
+    if weights_of(model) >= _LARGE_BYTES:
         behind(trim_arenas)
 
 

@@ -34,6 +34,11 @@ class EngineBuffer:
         self._buffer = buffer
         self.token = buffer.token
 
+    @property
+    def size_bytes(self) -> int:
+        """How many bytes are reserved for it now, as far as its extents are known."""
+        return self._buffer.size_bytes or 0
+
     def of(self, buffers: DeviceBuffers) -> bool:
         """Return whether the buffer belongs to that device."""
         return self._buffers is buffers

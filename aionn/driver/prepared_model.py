@@ -25,7 +25,7 @@ from aionn.driver.compiling import Tuning
 from aionn.driver.execution import BoundExecution, BoundModel, BoundPool, bind
 from aionn.driver.lanes import Lane, Lanes, Turns
 from aionn.driver.memories import BurstMemories, bound_pool
-from aionn.driver.sharing import Shared
+from aionn.driver.sharing import Shared, Sharing
 from aionn.driver.threads import trim_arenas
 from aionn.errors import AionnError, CallerError
 from aionn.hal.batching import RowAxes
@@ -37,6 +37,7 @@ from aionn.hal.values import ValuesResult
 from aionn.memory.device_buffers import DeviceBuffers
 from aionn.memory.domain import ModelInfo
 from aionn.memory.requests import Extent, check_request
+from aionn.pages.layout import FINISHED
 from aionn.pages.page import DriverPage, Slot
 from aionn.remote.fences import Waits, execute_fenced_by
 
@@ -56,11 +57,12 @@ class Host(Protocol):
     page: DriverPage | None
     buffers: DeviceBuffers
     turns: Turns
+    sharing: Sharing
 
     @property
     def behind(self) -> Callable[[Callable[[], None]], None]: ...
 
-    def slot(self, model: int) -> Slot: ...
+    def slot(self, model: int, key: int = 0) -> Slot: ...
 
     def free_slot(self, slot: Slot) -> None: ...
 
@@ -101,7 +103,7 @@ class EnginePreparedModel:
         self.outputs = MappingProxyType(dict(outputs))
         self.save_outcome = save_outcome
         number = next(_prepared_numbers)
-        self._slots = [device.slot(number) for _ in executables]
+        self._slots = [device.slot(number, shared.key if shared else 0) for _ in executables]
         try:
             if options.batching is not None:
                 from aionn.driver.joining.joined_runs import Joining  # most models join nothing
@@ -129,11 +131,24 @@ class EnginePreparedModel:
         self._bursts: set[ExecutionBurstServer] = set()
         self._hints = StreamHints(executables, device.behind)
         self._waits = Waits()
+        if shared is not None:
+            device.sharing.hold(shared)
 
     @property
     def number(self) -> int:
         """By which the page shows the model."""
         return self._bound.id
+
+    @property
+    def executions(self) -> int:
+        """How many executions have finished, as the page shows them."""
+        shown = [] if self.device.page is None else [self.device.page.words_of(slot) for slot in self._slots]
+        return sum(words[FINISHED] for words in shown if words is not None)
+
+    @property
+    def shared(self) -> Shared | None:
+        """What other prepared models may share, or None once the model has been released."""
+        return self._shared
 
     @property
     def instances(self) -> int:
@@ -211,7 +226,9 @@ class EnginePreparedModel:
         if self.joining is not None:
             self.joining.leave_page()
         self._executables = ()
-        self._shared = None
+        shared, self._shared = self._shared, None
+        if shared is not None:
+            self.device.sharing.release(shared, self.executions)
         self.tuning = None
         self._free_slots()
         self.device.behind(trim_arenas)  # an engine's weights are freed now; the C library would keep much of their memory

@@ -139,6 +139,20 @@ class Received(ClosedByWith):
         )
 
 
+def weights_of(model: PooledModel) -> int:
+    """Return the bytes of the large constants."""
+    return sum(constant.location.length for constant in model.constants)
+
+
+def size_of(cache: CacheHandles) -> int:
+    """Return the bytes of the files. A descriptor that is not open counts nothing, and is refused later."""
+    size = 0
+    for fd in (*cache.model, *cache.data):
+        with suppress(OSError, OverflowError):
+            size += os.fstat(fd).st_size
+    return size
+
+
 class _OpenFile:
     """A file that came with a call. Satisfies `IOptionFile`."""
 

@@ -10,6 +10,7 @@ Invariants
     A prepared model is freed when the last client that holds it has released it, or has gone.
     A client that was brought ends at the latest with the one that brought it, unless it is a guest: a client of another app.
     A guest gets nothing of the client that brought it. Only the driver's owner, its first client, may ask about guests.
+    A guest has quotas, which count what it and all clients with its number have made. The owner has none.
 """
 
 from __future__ import annotations
@@ -20,17 +21,20 @@ import os
 import socket
 import stat
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from aionn.burst.executors import result_of
-from aionn.driver.received import Received
-from aionn.errors import AionnError, CallerError, CompilationError
+from aionn.driver.prepared_model import EnginePreparedModel
+from aionn.driver.received import Received, size_of, weights_of
+from aionn.driver.sharing import QUOTAS, Quotas, Shared, Sharing
+from aionn.errors import AionnError, CallerError, CompilationError, QuotaError
 from aionn.fmq import Listener
 from aionn.hal.interfaces import IBuffer, IBurstContext, IDevice, IPreparedModel
-from aionn.hal.types import Dependency, FencedResult, IMemory, Performance, Result
+from aionn.hal.model import PooledModel
+from aionn.hal.types import Dependency, ErrorStatus, FencedResult, IMemory, Performance, Result
 from aionn.hal.values import as_messages
 from aionn.memory.descriptors import check_description
 from aionn.memory.region import Region
@@ -44,6 +48,7 @@ from aionn.remote.calls import (
     CopyTo,
     Drain,
     EndGuest,
+    Evict,
     Execute,
     ExecuteFenced,
     ExecuteValues,
@@ -58,14 +63,18 @@ from aionn.remote.calls import (
     HalCall,
     HasRequest,
     LentMemory,
+    ListShared,
     LogLine,
+    ModelMessage,
     Prepared,
     PrepareModel,
     PrepareModelFromCache,
+    Quarantine,
     ReleasePreparedModel,
+    SharedModelFacts,
 )
 from aionn.remote.connection import Connection, Descriptors
-from aionn.remote.control import ATTACHED, PROTOCOL, Attach, ControlError, Ready
+from aionn.remote.control import ATTACHED, PROTOCOL, Attach, ControlError, Ready, Refused, failure_of
 from aionn.remote.fences import Waits, check_fence, dependency_failed, execute_fenced_by, refusal, signal_outcome, since_launch
 from aionn.sandbox.report import Confinement
 from aionn.tasks import Tasks
@@ -87,10 +96,11 @@ C = TypeVar("C", bound=Closable)
 
 
 class SharedModel:
-    """A prepared model, held by one client or more. `aclose` gives up one hold."""
+    """A prepared model, held by one client or more. `aclose` gives up one hold. `weights_bytes`: of its constants or cache files."""
 
-    def __init__(self, prepared: IPreparedModel) -> None:
+    def __init__(self, prepared: IPreparedModel, weights_bytes: int = 0) -> None:
         self.prepared = prepared
+        self.weights_bytes = weights_bytes
         self._holds = 1
 
     def hold(self) -> SharedModel:
@@ -106,8 +116,13 @@ class SharedModel:
 class ClientTables:
     """What one client has made in the driver, by the numbers that the client names. `brought_by`: those of the client that brought it."""
 
-    def __init__(self, brought_by: ClientTables | None = None) -> None:
-        self._brought_by = brought_by
+    def __init__(self, brought_by: ClientTables | None = None, guest: int = 0) -> None:
+        self.app: int = guest or (0 if brought_by is None else brought_by.app)  # 0 for the owner
+        self._brought_by = None if guest else brought_by
+        self.of_all: set[ClientTables] = set() if brought_by is None else brought_by.of_all
+        self.preparing: dict[object, int] = {}  # bytes of weights, by call
+        self.mapped: dict[object, int] = {}  # bytes, by region
+        self.in_flight = 0
         self.prepared: dict[int, SharedModel] = {}
         self.bursts: dict[int, IBurstContext] = {}
         self.listeners: dict[int, Listener] = {}
@@ -123,11 +138,74 @@ class ClientTables:
         """Return whether executions of this client may use that buffer."""
         return token in self.buffers or (self._brought_by is not None and token in self._brought_by.buffers)
 
+    def used(self) -> Quotas:
+        """Return what the app of this client uses now. Only `check_quota` knows the rate of messages."""
+        own = [tables for tables in self.of_all if tables.app == self.app]
+        models = {id(model): model for tables in own for model in tables.prepared.values()}.values()
+        preparing = [size for tables in own for size in tables.preparing.values()]
+        return Quotas(
+            prepared_models=len(models) + len(preparing),
+            weights_bytes=sum(model.weights_bytes for model in models) + sum(preparing),
+            mapped_bytes=sum(size for tables in own for size in list(tables.mapped.values())),
+            buffer_bytes=sum(getattr(buffer, "size_bytes", 0) for tables in own for buffer in tables.buffers.values()),
+            bursts=sum(len(tables.bursts) for tables in own),
+            clients=len(own),
+            requests_in_flight=sum(tables.in_flight for tables in own),
+        )
+
+    def check_quota(self, what: str, more: int = 1) -> None:
+        """Check that the app may use so much more of a field of `Quotas`. The owner of the driver has no quota.
+
+        Raises:
+            QuotaError: it would be over its quota.
+        """
+        if self.app == 0:
+            return
+        used, limit = getattr(self.used(), what), getattr(QUOTAS, what)
+        if used + more > limit:
+            name = what.replace("_", " ")
+            raise QuotaError(
+                f"this app would use {used + more} {name} of a shared driver, but one app may use {limit}; release some first, or "
+                "give this app its own driver with Runtime(service='off')",
+                status=ErrorStatus.RESOURCE_EXHAUSTED_PERSISTENT,
+                what=name,
+                limit=limit,
+                used=used,
+            )
+
+    def model_of(self, received: Received, message: ModelMessage) -> PooledModel:
+        """Return the client's model, whose pools are mapped only within the quota."""
+        self.check_quota("weights_bytes", sum(lent.description.size_bytes for lent in message.pools))
+        return received.model(message)
+
+    async def keep_buffer(self, buffer: IBuffer) -> int:
+        """Keep a buffer for the client, within its quota. Returns the buffer's token."""
+        try:
+            self.check_quota("buffer_bytes", getattr(buffer, "size_bytes", 0))
+        except QuotaError:
+            await buffer.aclose()
+            raise
+        self.buffers[buffer.token] = buffer
+        return buffer.token
+
+    def note_mapped(self, region: Region) -> None:
+        """Count a region for the app until it is closed."""
+        if self.app:
+            self.mapped[id(region)] = region.size_bytes
+            region.when_closed(partial(_remove, self.mapped, id(region)))
+
     async def aclose(self) -> None:
-        """Free everything."""
-        for table in (self.bursts, self.buffers, self.prepared):
-            while table:
-                await table.popitem()[1].aclose()
+        """Free everything. Until then it counts for the app's quotas."""
+        try:
+            for table in (self.bursts, self.buffers, self.prepared):
+                while table:
+                    await table.popitem()[1].aclose()
+        finally:
+            self.of_all.discard(self)
+
+
+def _remove(table: dict[object, int], key: object) -> None:
+    table.pop(key, None)
 
 
 class Brought:
@@ -236,12 +314,14 @@ class DeviceService:
         self._page = () if page_fd is None else (Fd(page_fd),)
         self._device = device
         self._tasks = tasks
-        self.made: ClientTables = ClientTables(None if brought_by is None or guest else brought_by.made)
+        self.made: ClientTables = ClientTables(None if brought_by is None else brought_by.made, guest)
         self._waits: dict[int, Waits] = {}  # by prepared model
         self._last_number = 0 if brought_by is None else ATTACHED
         self._cancellable: dict[int, asyncio.Task[Any] | None] = {}  # by call, while it may be stopped
         self.ended = asyncio.Event()
-        self._connection = Connection(sock, self._call, self.end, on_cancel=self._cancel_soon, on_attach=self._attach)
+        most = QUOTAS.messages_per_second if self.made.app else 0
+        self._connection = Connection(sock, self._call, self.end, None, self._cancel_soon, self._attach, most_per_second=most)
+        self.made.of_all.add(self.made)
 
     async def start(self) -> None:
         """Greet the client, which may call from now on."""
@@ -261,7 +341,8 @@ class DeviceService:
         if not stat.S_ISSOCK(os.fstat(message.socket).st_mode):
             raise ControlError("the app sent a client without a socket")
         sock = socket.socket(fileno=descriptors.take(message.socket))
-        service = DeviceService(self._device, sock, self._tasks, None, self._confinement, self, message.guest)
+        guest = 0 if self.made.app else message.guest  # an app cannot speak for another one
+        service = DeviceService(self._device, sock, self._tasks, None, self._confinement, self, guest)
         if held is not None:
             service.made.prepared[ATTACHED] = held.hold()
         self.brought.add(service)
@@ -271,7 +352,13 @@ class DeviceService:
         """Serve a client that another one has brought, until one of the two has gone."""
         assert self._brought_by is not None
         try:
-            await self.start()
+            try:
+                self.made.check_quota("clients", 0)
+            except QuotaError as error:
+                self._connection.greet(Refused(failure_of(error)))
+                self.end(None)
+            else:
+                await self.start()
             await self.ended.wait()
             async with asyncio.timeout(CLEAN_UP_S):
                 await self.aclose()
@@ -300,6 +387,8 @@ class DeviceService:
         await self.made.aclose()
 
     def _call(self, call_id: int, body: HalCall[Any], descriptors: Descriptors) -> None:
+        self.made.check_quota("requests_in_flight")
+        self.made.in_flight += 1
         self._tasks.start_soon(self._serve, call_id, body, descriptors, name=type(body).__name__)
 
     def _cancel_soon(self, call_id: int) -> None:
@@ -324,6 +413,7 @@ class DeviceService:
             descriptors.close()
             self._connection.reply_failure(call_id, error)
         finally:
+            self.made.in_flight -= 1
             descriptors.close()
 
     async def _reply(self, call_id: int, body: HalCall[Any], descriptors: Descriptors) -> None:
@@ -341,23 +431,23 @@ class DeviceService:
             case ExecuteFenced():
                 return await self._execute_fenced(call_id, body, received)
             case GetSupportedOperations(model=message, options=asked):
-                model = received.model(message)
+                model = self.made.model_of(received, message)
                 # A device that is written by hand need not know of options that no app gives.
                 more = {"options": received.options(asked)} if asked.values else {}
                 return tuple(await device.get_supported_operations(model, **more))
             case PrepareModel(model=message, options=options, cache=cache):
-                model, asked_for = received.model(message), received.prepare_options(options, device.name)
+                model, asked_for = self.made.model_of(received, message), received.prepare_options(options, device.name)
                 files = () if cache is None else (received.cache(cache),)
-                return self._keep(await device.prepare_model(model, asked_for, *files))
+                return await self._keep(call_id, weights_of(model), lambda: device.prepare_model(model, asked_for, *files))
             case PrepareModelFromCache(options=options, cache=files_message):
-                asked_for = received.prepare_options(options, device.name)
-                return self._keep(await device.prepare_model_from_cache(asked_for, received.cache(files_message)))
-            case Adopt(options=options, cache=files_message):
+                asked_for, cached = received.prepare_options(options, device.name), received.cache(files_message)
+                return await self._keep(call_id, size_of(cached), lambda: device.prepare_model_from_cache(asked_for, cached))
+            case Adopt(options=options, cache=files_message, model_digest=digest, signed=signed):
                 if not hasattr(device, "adopt"):  # one that is written by hand
                     why = f"device {device.name!r} adopts no compilation of another machine"
                     raise CompilationError(why, reason=f"refused_by_device: {why}")
                 asked_for, adopted = received.prepare_options(options, device.name), received.cache(files_message)
-                return self._keep(await device.adopt(asked_for, adopted, body.model_digest, body.signed))
+                return await self._keep(call_id, size_of(adopted), lambda: device.adopt(asked_for, adopted, digest, signed))
             case ConfigureExecutionBurst():
                 return await self._configure(body, received)
             case ExportAgain(prepared=number, cache=cache):
@@ -378,8 +468,7 @@ class DeviceService:
                 await _close(self.made.prepared, number)
             case Allocate(desc=desc, prepared_models=numbers, input_roles=inputs, output_roles=outputs):
                 buffer = await device.allocate(desc, list(map(self.made.model, numbers)), inputs, outputs)
-                self.made.buffers[buffer.token] = buffer
-                return buffer.token
+                return await self.made.keep_buffer(buffer)
             case CopyFrom(token=token, source=lent, dimensions=dimensions):
                 buffer = self.made.buffer(token)
                 await buffer.copy_from(received.source(lent, body.offset, body.length), dimensions)
@@ -387,15 +476,25 @@ class DeviceService:
                 buffer = self.made.buffer(token)
                 with received.part(lent, body.offset, body.length) as target:
                     await buffer.copy_to(target)
+            case ListShared() | Evict() | Quarantine():
+                return administered(self._device, self.made, body)
             case FreeBuffer(token=token):
                 await _close(self.made.buffers, token)
             case _:
                 return await self.brought.answer(body)
         return None
 
-    def _keep(self, prepared: IPreparedModel) -> Prepared:
+    async def _keep(self, call_id: int, weights_bytes: int, prepare: Callable[[], Awaitable[IPreparedModel]]) -> Prepared:
+        """Prepare a model with so many bytes of weights, and keep it for the client."""
+        self.made.check_quota("prepared_models")
+        self.made.check_quota("weights_bytes", weights_bytes)
+        self.made.preparing[call_id] = weights_bytes
+        try:
+            prepared = await prepare()
+        finally:
+            del self.made.preparing[call_id]
         self._last_number += 1
-        self.made.prepared[self._last_number] = SharedModel(prepared)
+        self.made.prepared[self._last_number] = SharedModel(prepared, weights_bytes)
         operands = as_messages(prepared.inputs), as_messages(prepared.outputs)
         contents = getattr(prepared, "contents", b"")  # of a device that copies constants
         runs_on = getattr(prepared, "runs_on", "")
@@ -477,16 +576,54 @@ class DeviceService:
         wrong = check_request(list(prepared.inputs.items()), list(prepared.outputs.items()), body.request, sizes)
         if wrong is not None:
             raise CallerError(wrong)
-        return [received.memory(pool) if isinstance(pool, LentMemory) else buffers[pool] for pool in body.pools]
+        self.made.check_quota("mapped_bytes", sum(sizes))
+        pools: list[IMemory | IBuffer] = []
+        for pool in body.pools:
+            pools.append(mapped := received.memory(pool) if isinstance(pool, LentMemory) else buffers[pool])
+            if isinstance(mapped, Region):
+                self.made.note_mapped(mapped)
+        return pools
 
     async def _configure(self, body: ConfigureExecutionBurst, received: Received) -> int:
         prepared = self.made.model(body.prepared)
+        self.made.check_quota("bursts")
         channels = received.queue(body.request_channel), received.queue(body.result_channel)
         self._last_number += 1
         number = self._last_number
         callback = BurstCallback(self._connection, number, self.made)
         self.made.bursts[number] = await prepared.configure_execution_burst(callback, *channels, body.anticipate)
         return number
+
+
+def administered(device: IDevice, made: ClientTables, body: ListShared | Evict | Quarantine) -> object:
+    """Answer the owner of a driver that apps share. `made`: the tables of the client that asks."""
+    sharing: Sharing | None = getattr(device, "sharing", None)
+    if made.app or sharing is None:
+        raise CallerError(f"an app asked its driver for {type(body).__name__}, which only the service of all apps may; use `aionn ps`")
+    match body:
+        case Evict(key=key):
+            return sharing.evict(key)
+        case Quarantine(keys=keys):
+            sharing.quarantined = dict(keys)
+            return None
+    holders: dict[Shared, dict[int, tuple[int, EnginePreparedModel]]] = {shared: {} for shared in sharing.all()}
+    for tables in made.of_all:
+        for model in tables.prepared.values():
+            prepared = model.prepared
+            if isinstance(prepared, EnginePreparedModel) and prepared.shared in holders:
+                holders[prepared.shared][prepared.number] = tables.app, prepared  # several clients of an app may hold one
+    now = asyncio.get_running_loop().time()
+    return tuple(
+        SharedModelFacts(
+            f"{shared.key:016x}",
+            shared.label,
+            shared.size_bytes,
+            tuple(sorted({app for app, _ in held.values() if app})),
+            shared.executions + sum(prepared.executions for _, prepared in held.values()),
+            0.0 if shared.holders else now - shared.idle_since,
+        )
+        for shared, held in holders.items()
+    )
 
 
 @contextmanager
@@ -526,6 +663,7 @@ class BurstCallback:
         self.number = number
         self.listeners = made.listeners
         self.may_use = made.may_use
+        self.made = made
         self._connection = connection
 
     async def get_memories(self, slots: Sequence[int]) -> Sequence[IMemory]:
@@ -533,7 +671,9 @@ class BurstCallback:
         regions: list[Region] = []
         try:
             for lent in memories:
+                self.made.check_quota("mapped_bytes", lent.description.size_bytes)
                 region = descriptors.attach(lent)
+                self.made.note_mapped(region)
                 regions.append(region)
                 region.forget_descriptor()
         except BaseException:

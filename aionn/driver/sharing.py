@@ -21,14 +21,16 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import msgspec
 from blake3 import blake3
 
 from aionn.driver.artifacts import Loaded
-from aionn.errors import CompilationError, DeadlineError
+from aionn.errors import CompilationError, DeadlineError, ModelQuarantinedError
 from aionn.file_ranges import digest_of, private_memory
 from aionn.hal.batching import RowAxes
 from aionn.hal.engine import Executable
@@ -38,8 +40,30 @@ from aionn.hal.types import NO_LANES, IMemory, MemoryKind
 from aionn.hal.values import as_messages
 from aionn.loopless import seconds_until
 
+IDLE_S = 300.0
+"""How long a shared driver keeps an executable that no app holds. A setting of the service that owns the driver."""
+
+MOST_BYTES = 4 << 30
+"""So many bytes of weights may be here before a shared driver frees executables that no app holds."""
+
 _SEALED_BYTES = 16 << 20
 """A model without a token whose sealed constants are larger is not recognised: the loop would take too long to digest them."""
+
+
+class Quotas(NamedTuple):
+    """How much of a shared driver one app may use, with all of its clients together. The units are in the names."""
+
+    prepared_models: int = 32
+    weights_bytes: int = 2 << 30
+    mapped_bytes: int = 512 << 20
+    buffer_bytes: int = 256 << 20
+    bursts: int = 64
+    clients: int = 8
+    requests_in_flight: int = 256
+    messages_per_second: int = 1000
+
+
+QUOTAS = Quotas()
 
 
 class CompiledIdentity(msgspec.Struct, frozen=True):
@@ -57,6 +81,11 @@ class CompiledIdentity(msgspec.Struct, frozen=True):
     contents: bytes
     options: PrepareOptions
     key_id: bytes = b""
+
+    @property
+    def key(self) -> int:
+        """The first 8 bytes of the digest of what was compiled, whatever the options are. Pages and quarantine name a model by it."""
+        return int.from_bytes(blake3(self.base + self.contents).digest()[:8], "big")
 
 
 def _base_of(model: PooledModel) -> bytes:
@@ -136,10 +165,16 @@ class Shared:
     Attributes:
         loaded: the executable with the description and the digests of its cache files, if it comes from a cache.
         rows: what was found out about the model's rows, if that was asked for.
+        key: of its identity, in a driver that apps share, or 0. label: a short name. size_bytes: of its weights or its cache files.
+        holders: how many prepared models use it. executions: how many those have finished that have been released.
+        idle_since: when the last of them was released, in seconds of the loop's clock.
     """
 
-    def __init__(self, executable: Executable, loaded: Loaded | None = None) -> None:
+    def __init__(self, executable: Executable, loaded: Loaded | None = None, key: int = 0, label: str = "", size_bytes: int = 0) -> None:
         self.executable = executable
+        self.key, self.label, self.size_bytes = key, label, size_bytes
+        self.holders = self.executions = 0
+        self.idle_since = 0.0
         self.loaded = loaded
         self.rows: RowAxes | None = None if loaded is None else loaded.description.rows
 
@@ -151,11 +186,27 @@ class Shared:
 class Sharing:
     """The executables of one device that can be shared, for as long as a prepared model uses them.
 
-    `by_contents`: apps that do not trust each other use the device. It believes no token, and compiles equal models of theirs once.
+    With `by_contents`, apps that do not trust each other use the device. It believes no token, and compiles equal models of theirs once.
+    An executable then stays for a while after its last prepared model (`IDLE_S`). Those that have been idle for longest go first if all
+    of them have more than `MOST_BYTES`.
+
+    Attributes:
+        quarantined: when models may be prepared again, in CLOCK_MONOTONIC, by key.
     """
 
-    def __init__(self, by_contents: bool = False) -> None:
+    def __init__(
+        self, by_contents: bool = False, show: Callable[[int], None] = lambda _: None, freed: Callable[[], None] = lambda: None
+    ) -> None:
+        """Make an empty table.
+
+        Args:
+            show: called with the key of a model before an engine compiles or loads it.
+            freed: called when an idle executable has gone.
+        """
         self.by_contents = by_contents
+        self.quarantined: Mapping[int, int] = {}
+        self._show, self._freed = show, freed
+        self._idle: dict[Shared, asyncio.TimerHandle] = {}  # the one that has been idle for longest first
         self._live: weakref.WeakValueDictionary[CompiledIdentity, Shared] = weakref.WeakValueDictionary()
         self._flights: weakref.WeakValueDictionary[CompiledIdentity, asyncio.Lock] = weakref.WeakValueDictionary()
 
@@ -194,6 +245,66 @@ class Sharing:
         """Offer an executable to later preparations, if its engine can share it."""
         if identity is not None and hasattr(shared.executable, "share"):
             self._live.setdefault(identity, shared)
+            self._make_room()
+
+    def hold(self, shared: Shared) -> None:
+        """Note that a prepared model uses an executable."""
+        shared.holders += 1
+        if (timer := self._idle.pop(shared, None)) is not None:
+            timer.cancel()
+
+    def release(self, shared: Shared, executions: int) -> None:
+        """Note that a prepared model with so many finished executions uses an executable no more."""
+        shared.holders -= 1
+        shared.executions += executions
+        if self.by_contents and not shared.holders and shared in self.all():
+            loop = asyncio.get_running_loop()
+            shared.idle_since = loop.time()
+            self._idle[shared] = loop.call_later(IDLE_S, self._evict_one, shared)
+            self._make_room()
+
+    def all(self) -> list[Shared]:
+        """Return every executable that is here."""
+        return list(dict.fromkeys(self._live.values()))
+
+    def evict(self, key: str = "") -> int:
+        """Free the idle executables with that key in 16 hexadecimal digits, or all of them. Returns how many there were."""
+        chosen = [shared for shared in self._idle if key in ("", f"{shared.key:016x}")]
+        for shared in chosen:
+            self._evict_one(shared)
+        return len(chosen)
+
+    def _evict_one(self, shared: Shared) -> None:
+        self._idle.pop(shared).cancel()
+        self._freed()
+
+    def _make_room(self) -> None:
+        total = sum(shared.size_bytes for shared in self.all())
+        for shared in list(self._idle):
+            if total <= MOST_BYTES:
+                return
+            self._evict_one(shared)
+            total -= shared.size_bytes
+
+    def check_allowed(self, key: int) -> None:
+        """Check that an engine may prepare the model with that key, and show the key. Any thread may call this.
+
+        Raises:
+            ModelQuarantinedError: it is in quarantine.
+        """
+        left_s = (self.quarantined.get(key, 0) - time.monotonic_ns()) / 1e9
+        if left_s > 0:
+            raise ModelQuarantinedError(
+                f"the model has ended its driver several times, so the service does not prepare it for another {left_s:.0f} s; use another "
+                "model or device, or try again later",
+                until_s=left_s,
+            )
+        self._show(key)
+
+    def check_files(self, digests: bytes) -> None:
+        """As `check_allowed`, for the model of cache files with this record, if apps share the device."""
+        if self.by_contents:
+            self.check_allowed(CompiledIdentity(digests, b"", PrepareOptions()).key)
 
 
 def identity_of_stored(loaded: Loaded, options: PrepareOptions, by_contents: bool = False) -> CompiledIdentity | None:

@@ -38,6 +38,8 @@ RELEASE = "0.1.0"
 
 # Words of the activity, behind room for a longer header.
 HEARTBEAT, LOADS_BEGUN, LOADS_ENDED, LOADING_SINCE, COMPILES_BEGUN, COMPILES_ENDED, COMPILING_SINCE, SLOTS_USED = range(32, 40)
+PREPARING_KEY = 40
+"""The key of the model whose compilation or load began last, in a driver that apps share."""
 
 # Words of a slot. model_slot.h has the same numbers.
 SLOT_OFFSET = 4096
@@ -45,6 +47,8 @@ SLOT_BYTES = 1024
 SLOT_WORDS = SLOT_BYTES // 8
 SLOTS = (STACK_OFFSET - SLOT_OFFSET) // SLOT_BYTES
 MODEL, BEGUN, FINISHED, SINCE, ENDED, HISTOGRAM = 0, 1, 2, 3, 4, 16
+KEY = 10
+"""The key of the slot's model, or 0: the first 8 bytes of the digest of its identity, in a driver that apps share."""
 BUCKETS = 90
 
 JOIN_RUNS, JOIN_ROWS, JOIN_MOST, JOIN_OFF, JOIN_NOW = range(5, 10)
@@ -183,6 +187,15 @@ def joining_models(words: Sequence[int]) -> frozenset[int]:
     """Return the numbers of the models of which a joined run is in progress."""
     firsts = map(slot_word, range(min(words[SLOTS_USED], SLOTS)))
     return frozenset(words[at + MODEL] for at in firsts if words[at + JOIN_NOW])
+
+
+def running_keys(words: Sequence[int]) -> frozenset[int]:
+    """Return the keys of the models that run or are being prepared. Of several preparations at once the page shows one."""
+    firsts = map(slot_word, range(min(words[SLOTS_USED], SLOTS)))
+    keys = {words[at + KEY] for at in firsts if words[at + BEGUN] > words[at + FINISHED]}
+    if words[COMPILES_BEGUN] > words[COMPILES_ENDED] or words[LOADS_BEGUN] > words[LOADS_ENDED]:
+        keys.add(words[PREPARING_KEY])
+    return frozenset(keys - {0})
 
 
 def slot_word(slot: int) -> int:

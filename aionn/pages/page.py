@@ -196,7 +196,11 @@ class DriverPage:
             with self._busy:
                 words[ended] += 1
 
-    def slot(self, model: int) -> Slot:
+    def show_preparing(self, key: int) -> None:
+        """Show the key of a model before an engine compiles or loads it. Any thread may call this."""
+        self._words[layout.PREPARING_KEY] = key
+
+    def slot(self, model: int, key: int = 0) -> Slot:
         """Give a prepared model its slot. Without a free slot, or memory for one, the page does not show the model's executions."""
         if not self._free:
             return private_slot()
@@ -210,7 +214,7 @@ class DriverPage:
         first = layout.slot_word(number)
         for word in range(first, first + layout.SLOT_WORDS):
             self._words[word] = 0
-        self._words[first + layout.MODEL] = model
+        self._words[first + layout.MODEL], self._words[first + layout.KEY] = model, key
         self._words[layout.SLOTS_USED] = max(self._words[layout.SLOTS_USED], number + 1)
         # A ring outlives its model, or a reader might find it too late.
         trace = self._traces.pop() if self._traces else Trace(self._mapping)
@@ -266,6 +270,7 @@ class PageReader:
         self._fd = fd
         self.started_ns = started_ns
         self._joining: frozenset[int] = frozenset()
+        self._running: frozenset[int] = frozenset()
         try:
             self._mapping = map_sealed(fd, layout.PAGE_BYTES)
         except BaseException:
@@ -290,6 +295,10 @@ class PageReader:
     def joining_models(self) -> frozenset[int]:
         """Return the numbers of the models of which a joined run is in progress, or was when the page was closed."""
         return layout.joining_models(self._words) if self._fd >= 0 else self._joining
+
+    def running_keys(self) -> frozenset[int]:
+        """Return the keys of the models that run or are being prepared, or that did so when the page was closed; see `layout.KEY`."""
+        return layout.running_keys(self._words) if self._fd >= 0 else self._running
 
     def usual_s(self, slot: int, quantile: float, least: int) -> float | None:
         """Return an upper bound in seconds for a quantile of that model's execution times, or None if fewer than `least` ended."""
@@ -321,7 +330,7 @@ class PageReader:
     def close(self) -> None:
         """Unmap the page and close its descriptor. Idempotent."""
         if self._fd >= 0:
-            self._joining = self.joining_models()
+            self._joining, self._running = self.joining_models(), self.running_keys()
         fd, self._fd = self._fd, -1
         if fd >= 0:
             self._words.release()

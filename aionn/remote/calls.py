@@ -336,6 +336,42 @@ class FreeBuffer(HalCall[None], frozen=True):
     token: int
 
 
+class SharedModelFacts(ControlMessage, frozen=True):
+    """An executable that a shared driver keeps for its apps.
+
+    Attributes:
+        key: the first 16 hexadecimal digits of the digest of its identity; see `driver.sharing.CompiledIdentity`.
+        label: a short name, which an app has given.
+        size_bytes: of its weights, or of its cache files.
+        apps: the numbers of the apps that hold it.
+        executions: how many of them have finished so far.
+        idle_s: for how many seconds no app has held it, or 0.
+    """
+
+    key: str
+    label: str
+    size_bytes: int
+    apps: tuple[int, ...]
+    executions: int
+    idle_s: float
+
+
+class ListShared(HalCall[tuple[SharedModelFacts, ...]], frozen=True):
+    """Ask a shared driver for its executables. Only its owner may."""
+
+
+class Evict(HalCall[int], frozen=True):
+    """Free the idle executables with that key, or all of them if it is empty. The answer is how many. Only the owner may."""
+
+    key: str
+
+
+class Quarantine(HalCall[None], frozen=True):
+    """Refuse to prepare the models with these keys until those times of CLOCK_MONOTONIC. Replaces the list. Only the owner may."""
+
+    keys: tuple[tuple[int, int], ...]
+
+
 class Guests(HalCall[tuple[GuestFacts, ...]], frozen=True):
     """Ask who else uses the driver, and how much."""
 

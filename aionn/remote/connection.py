@@ -163,7 +163,11 @@ class ControlSocket:
         on_message: Callable[[Message, Descriptors], None],
         on_end: Callable[[Exception | None], None],
         loop: Loop | None = None,
+        most_per_second: int = 0,
     ) -> None:
+        """`most_per_second`: so many messages are taken in within a second. Further ones wait in the socket. 0: all are."""
+        self._most_per_second, self._second, self._taken_in = most_per_second, 0.0, 0
+        self._held_back = False
         self._loop = loop or running_loop()
         sock.setblocking(False)
         self._socket = sock
@@ -261,7 +265,7 @@ class ControlSocket:
 
     def drain(self, reads: int = _LAST_READS) -> None:
         """Take in everything that has arrived, up to the peer's end. Call it without `reads` only when the peer is dead."""
-        while not self._closed and reads > 0:
+        while not self._closed and not self._held_back and reads > 0:
             try:
                 more = self._receive()
             except (BlockingIOError, InterruptedError):
@@ -301,13 +305,15 @@ class ControlSocket:
         return True
 
     def _parse(self) -> None:
-        while not self._closed and len(self._incoming) >= HEADER.size:
+        while not self._closed and not self._held_back and len(self._incoming) >= HEADER.size:
             length, descriptors = decode_header(bytes(self._incoming[: HEADER.size]))
             end = HEADER.size + length
             if len(self._incoming) < end:
                 return
             body = memoryview(self._incoming)[HEADER.size : end].tobytes()
             del self._incoming[:end]
+            if self._most_per_second:
+                self._count()
             fds = self._received.popleft() if descriptors and self._received else NO_DESCRIPTORS
             try:
                 if descriptors and not fds.lost and len(fds) != descriptors:
@@ -318,6 +324,27 @@ class ControlSocket:
             except BaseException:
                 fds.close()  # the error's traceback would keep them open as long as the error lives
                 raise
+
+    def _count(self) -> None:
+        """Count a message, and read no more in this second after the last one that is allowed in it."""
+        now = time.monotonic()
+        if now - self._second >= 1.0:
+            self._second, self._taken_in = now, 0
+        self._taken_in += 1
+        if self._taken_in == self._most_per_second:
+            self._held_back = True
+            self._loop.remove_reader(self._fd)
+            self._loop.call_later(self._second + 1.0 - now, self._read_again)
+
+    def _read_again(self) -> None:
+        self._held_back = False
+        if self._closed:
+            return
+        self._loop.add_reader(self._fd, self._readable)
+        try:
+            self._parse()
+        except Exception as error:  # as in `drain`
+            self._ended_by_peer(error)
 
     def _ended_by_peer(self, error: Exception | None) -> None:
         if not self._closed:
@@ -384,6 +411,7 @@ class Connection:
         on_cancel: called with the id of a call for which the peer has stopped waiting.
         on_attach: called with a message that brings one more client. It owns the descriptors.
         loop: what it waits by, if that is not the running loop: a thread's waits.
+        most_per_second: so many messages of the peer are taken in within a second; see `ControlSocket`.
     """
 
     def __init__(
@@ -395,6 +423,7 @@ class Connection:
         on_cancel: Callable[[int], None] | None = None,
         on_attach: Callable[[Attach, Descriptors], None] | None = None,
         loop: Loop | None = None,
+        most_per_second: int = 0,
     ) -> None:
         self._loop = loop or running_loop()
         self._calls: dict[int, _Calling[Any]] = {}
@@ -405,7 +434,7 @@ class Connection:
         self._on_greeting = on_greeting
         self._on_cancel = on_cancel
         self._on_attach = on_attach
-        self._channel = ControlSocket(sock, self._message, on_end, self._loop)
+        self._channel = ControlSocket(sock, self._message, on_end, self._loop, most_per_second)
         leave_in_child(self)
 
     @property

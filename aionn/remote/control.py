@@ -29,7 +29,9 @@ from aionn.errors import (
     DriverHungError,
     ExecutionError,
     MemoryAllocationError,
+    ModelQuarantinedError,
     OutputInsufficientSizeError,
+    QuotaError,
     ServiceDiedError,
     text_of,
 )
@@ -70,6 +72,10 @@ class Failure(ControlMessage, frozen=True):
     needed_bytes: int = 0
     available_bytes: int | None = None
     notes: tuple[str, ...] = ()
+    what: str = ""
+    limit: int = 0
+    used: int = 0
+    until_s: float = 0.0
 
 
 class Ready(ControlMessage, frozen=True):
@@ -248,6 +254,10 @@ def _failure_of(error: BaseException) -> Failure:
     kind = type(error).__name__
     message = _sendable(text_of(error)) or kind
     match error:
+        case ModelQuarantinedError():
+            return Failure("ModelQuarantinedError", message, until_s=error.until_s)
+        case QuotaError():
+            return Failure("QuotaError", message, status=int(error.status), what=error.what, limit=error.limit, used=error.used)
         case CompilationError():
             node = None if error.node is None else _sendable(str(error.node))
             return Failure("CompilationError", message, node=node, reason=_sendable(str(error.reason)))
@@ -299,6 +309,11 @@ def _error_of(failure: Failure) -> AionnError:
             return CompilationError(failure.message, node=failure.node, reason=failure.reason)
         case "OutputInsufficientSizeError":
             return OutputInsufficientSizeError(failure.message, status=_status(failure.status), shapes=failure.shapes)
+        case "ModelQuarantinedError":
+            return ModelQuarantinedError(failure.message, until_s=failure.until_s)
+        case "QuotaError":
+            status = _status(failure.status)
+            return QuotaError(failure.message, status=status, what=escaped(failure.what), limit=failure.limit, used=failure.used)
         case "DeadlineError":
             return DeadlineError(failure.message, transient=failure.transient)
         case "DeviceUnavailableError":

@@ -178,6 +178,7 @@ async def test_files_with_a_claimed_token_give_no_other_model(
     await mine.aclose()
     await theirs.aclose()
     del theirs, mine, each, again
+    assert device.sharing.evict() == 2
     gc.collect()
     loaded = [await device.prepare_model_from_cache(PrepareOptions(), handles(files)) for files in ("a", "b", "a")]
     assert loaded[0]._shared is loaded[2]._shared
