@@ -112,7 +112,7 @@ else:
     }
     _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
     _FACES = {
-        name: f"aionn.{name}" for name in ("caching", "errors", "events", "fmq", "hal", "testing", "trace")
+        name: f"aionn.{name}" for name in ("blocking", "caching", "errors", "events", "fmq", "hal", "testing", "trace")
     }  # modules that are faces too
     __all__ = sorted((*_HOMES, "trace"))
     __getattr__ = _imported_when_asked(__name__, _HOMES | _FACES)

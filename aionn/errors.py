@@ -297,3 +297,11 @@ class StageRejected(AionnError):
         super().__init__(f"stage {stage!r} was not swapped in: {reason}")
         self.stage = stage
         self.reason = reason
+
+
+def lost_with(device: str, error: BaseException) -> DeviceMemoryLostError:
+    """Return what the end of a driver means to the memory in it."""
+    lost = DeviceMemoryLostError(device, error.exit_code if isinstance(error, DriverDiedError) else None)
+    for note in getattr(error, "__notes__", ()):
+        lost.add_note(note)
+    return lost

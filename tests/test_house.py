@@ -18,7 +18,7 @@ FLOORS = (
     {"burst"},
     {"remote"},
     {"runtime", "driver"},
-    {"__init__", "testing"},
+    {"__init__", "blocking", "testing"},
     {"metrics", "otel", "sources", "fleet", "service"},
     {"asgi", "ray"},
     {"cli"},

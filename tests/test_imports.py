@@ -13,6 +13,7 @@ import pytest
 import aionn
 from tests.leaks import driver_pids
 from tests.real_models import carried
+from tests.runtime.test_blocking_client import serving
 
 FIRST_LINES = """
     import sys
@@ -142,6 +143,53 @@ HIT = """
 
     aionn.run(main)
 """
+
+CLIENT = """
+    import sys
+    import numpy
+    before = set(sys.modules)
+    import aionn.blocking
+    with aionn.blocking.attach(sys.argv[1], service=sys.argv[2]) as burst:
+        burst.compute({name: numpy.zeros(operand.dimensions, operand.type.dtype) for name, operand in burst.inputs.items()})
+    print(*(set(sys.modules) - before))
+"""
+
+OF_CLIENTS = {
+    "aionn",
+    "array",
+    "atexit",
+    "concurrent",
+    "copy",
+    "dataclasses",
+    "errno",
+    "fcntl",
+    "fnmatch",
+    "ipaddress",
+    "logging",
+    "mmap",
+    "ntpath",
+    "pathlib",
+    "resource",
+    "select",
+    "selectors",
+    "signal",
+    "socket",
+    "string",
+    "traceback",
+    "urllib",
+}
+"""What a blocking client of a service imports beside NumPy, msgspec and what these import. The list may only shrink."""
+
+
+def test_a_blocking_client_imports_no_event_loop(tmp_path: Path, silero_path: Path) -> None:
+    path = tmp_path / "service.sock"
+    with serving(path):
+        modules = imported(CLIENT, str(silero_path), str(path))
+    known = imported("import msgspec, numpy.typing, queue, bisect\nprint(*sys.modules)".replace("import", "import sys,", 1))
+    found, needed = ({name.partition(".")[0] for name in names if not name.startswith("_")} for names in (modules, known))
+    assert found - needed <= OF_CLIENTS
+    assert len(aionns(modules)) <= 75, len(aionns(modules))
+
 
 OF_BOTH = {
     "aionn",

@@ -27,7 +27,7 @@ from aionn.loopless import checked_count, deadline_of, time_left
 from aionn.ray.held import HeldModel, first_devices
 from aionn.ray.models import ModelSpec, checked_specs, upgraded_specs
 from aionn.ray.needed import assigned_threads
-from aionn.runtime.executing.fallback import Retries
+from aionn.runtime.executing.retrying import Retries
 from aionn.runtime.streaming.stream import each
 from aionn.tasks import bounded_shield, ending_by, ungrouped
 

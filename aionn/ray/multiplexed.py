@@ -26,7 +26,7 @@ from aionn.ray.holder import CLOSE_S, Holder, Inputs, compute_stream
 from aionn.ray.leases import ModelLeases
 from aionn.ray.models import ModelSpec, checked_specs, compile_model
 from aionn.ray.needed import needed_ray
-from aionn.runtime.executing.fallback import Retries
+from aionn.runtime.executing.retrying import Retries
 from aionn.tasks import bounded_shield, ending_by
 
 ModelsById = Mapping[str, Any] | Callable[[str], ModelSpec]

@@ -1,8 +1,9 @@
 """`AttachedDriver`: a driver as one more client of it sees it, over a connection of that client's.
 
-The runtime's connection to the driver introduces the client (`Connection.attach`), from any thread. From then on the two connections
-share only the end of the driver. The runtime knows best why a driver has ended, so the client waits for the runtime's error. Then the
-client's next call is served by another driver, too. If the runtime's loop does not run, the client finds the end by the driver's pidfd.
+The runtime's connection to the driver introduces the client (`Connection.attach`), from any thread, or a service does. From then on the
+two connections share only the end of the driver. The runtime knows best why a driver has ended, so the client waits for the runtime's
+error. Then the client's next call is served by another driver, too. If the runtime's loop does not run, or there is no runtime, the client
+finds the end by the driver's pidfd.
 
 Invariants
     `connection` ends when the driver has ended, at most `DYING_S` after its pidfd has said so.
@@ -12,6 +13,8 @@ Invariants
 from __future__ import annotations
 
 import os
+import socket
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -49,25 +52,43 @@ class AttachedDriver:
 
     prepared: RemotePreparedModel
 
-    def __init__(self, model: RemotePreparedModel, waits: ThreadWaits, *, alone: bool) -> None:
-        """`alone`: do not wait for the runtime's reason, because its loop cannot run meanwhile."""
-        self._model = model
+    def __init__(
+        self,
+        name: str,
+        sock: socket.socket,
+        pidfd: Callable[[], int],
+        prepared: Prepared,
+        waits: ThreadWaits,
+        main: Connection | None,
+        *,
+        alone: bool,
+    ) -> None:
+        """
+        Args:
+            name: of the device. sock: to the driver. pidfd: returns a pidfd of it, or -1. This object owns both from then on.
+            prepared: the prepared model, with its number for this client.
+            main: the connection of the runtime that has the driver, or None.
+            alone: do not wait for the runtime's reason, because its loop cannot run meanwhile.
+        """
+        self._name = name
+        self.message = prepared
         self._waits = waits
-        self._alone = alone
+        self._alone = alone or main is None
         self._device: RemoteDevice | None = None
         self._greeting = waits.create_future()
         self._timer: Timer | None = None
-        self._main = main = model.device.connection
-        self.connection = Connection(main.attach(model.number), self._call, self._socket_ended, self._greeted, loop=waits)
+        self._main = main
+        self.connection = Connection(sock, self._call, self._socket_ended, self._greeted, loop=waits)
         self._pidfd = -1
         try:
-            self._pidfd = model.device.pidfd()
+            self._pidfd = pidfd()
             leave_in_child(self)
             if self._pidfd >= 0:
                 waits.add_reader(self._pidfd, self._process_ended)
-            main.when_ended(self, partial(waits.call_soon_threadsafe, self.end))
-            if main.ended_by is not None:  # it ended while the other thread did that
-                self.end(main.ended_by)
+            if main is not None:
+                main.when_ended(self, partial(waits.call_soon_threadsafe, self.end))
+                if main.ended_by is not None:  # it ended while the other thread did that
+                    self.end(main.ended_by)
         except BaseException:  # of a signal's handler, before the owner has this object
             self.end(CallerError("this burst connects anew"))
             raise
@@ -88,9 +109,8 @@ class AttachedDriver:
             late.cancel()
             if by is not None:
                 by.cancel()
-        self._device = RemoteDevice(self.connection, ready, self._model.device.name)
-        operands = as_messages(self._model.inputs), as_messages(self._model.outputs)
-        self.prepared = RemotePreparedModel(self._device, Prepared(ATTACHED, *operands))
+        self._device = RemoteDevice(self.connection, ready, self._name)
+        self.prepared = RemotePreparedModel(self._device, self.message)
         return self.prepared
 
     def _late(self) -> None:
@@ -139,10 +159,10 @@ class AttachedDriver:
             self._timer = self._waits.call_later(seconds, self._end_alone)
 
     def _end_alone(self) -> None:
-        if self._main.ended_by is not None:
+        if self._main is not None and self._main.ended_by is not None:
             self.end(again(self._main.ended_by))
             return
-        name, code = self._model.device.name, None
+        name, code = self._name, None
         try:
             status = os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED | os.WNOHANG | os.WNOWAIT) if self._pidfd >= 0 else None
             if status is None:
@@ -157,7 +177,8 @@ class AttachedDriver:
 
     def end(self, error: BaseException) -> None:
         """End the connection. Calls that wait get `error`. The driver frees everything of this client."""
-        self._main.cancel_when_ended(self)
+        if self._main is not None:
+            self._main.cancel_when_ended(self)
         self.connection.end(error)
         self._greeting.set_exception(again(error))
         if self._timer is not None:
@@ -171,3 +192,10 @@ class AttachedDriver:
         fd, self._pidfd = self._pidfd, -1
         if fd >= 0:
             os.close(fd)
+
+
+def attached_to(model: RemotePreparedModel, waits: ThreadWaits, *, alone: bool) -> AttachedDriver:
+    """Become one more client of the driver in which a runtime has a prepared model. `alone` is as for `AttachedDriver`."""
+    device = model.device
+    sock, message = device.connection.attach(model.number), Prepared(ATTACHED, as_messages(model.inputs), as_messages(model.outputs))
+    return AttachedDriver(device.name, sock, device.pidfd, message, waits, device.connection, alone=alone)

@@ -13,6 +13,7 @@ import stat
 import struct
 
 from aionn.errors import CallerError, DeviceUnavailableError
+from aionn.remote.control import PROTOCOL, ServiceReady
 
 SOCKET_NAME = "service.sock"
 
@@ -88,6 +89,13 @@ def connect(path: str) -> socket.socket:
         raise
     sock.setblocking(False)
     return sock
+
+
+def other_protocol(path: str, greeting: ServiceReady) -> DeviceUnavailableError:
+    """Return the error for a service that speaks another protocol than this app."""
+    older, newer = ("the service", "this app") if greeting.protocol < PROTOCOL else ("this app", "the service")
+    what = f"the service at {path} (aionn {greeting.release}) speaks protocol {greeting.protocol}, this app {PROTOCOL}"
+    return DeviceUnavailableError("", f"{what}; upgrade {older} to the release of {newer}")
 
 
 def peer_of(sock: socket.socket) -> tuple[int, int]:

@@ -414,6 +414,37 @@ class TakeOver(HalCall[TakenOver], frozen=True):
     """Ask a service to let another one serve. It takes no new work from then on, and ends with its last guest."""
 
 
+class Opened(ControlMessage, frozen=True):
+    """A prepared model in a driver of the service.
+
+    Attributes:
+        socket: of a new client of that driver. pidfd: of its process.
+        prepared: the model, with its number for that client.
+        device: the name of the device.
+    """
+
+    socket: Fd
+    pidfd: Fd
+    prepared: Prepared
+    device: str
+
+
+class OpenModel(HalCall[Opened], frozen=True):
+    """Ask for a driver that has a model prepared.
+
+    Attributes:
+        file: the model's bytes: a file that is read from its beginning, or a sealed memfd.
+        name: of the model, for people. The service opens nothing by it.
+        devices: the names of the devices that may serve, the best first. Empty leaves the choice to the service.
+        options: how it is prepared, as msgpack.
+    """
+
+    file: Fd
+    name: str = ""
+    devices: tuple[str, ...] = ()
+    options: bytes = b""
+
+
 # --- the driver asks the app -------------------------------------------------------------------------------------------
 
 

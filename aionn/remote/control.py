@@ -14,6 +14,7 @@ Exceptions travel as messages, too. A failure keeps its class, its text and its 
 import signal
 import threading
 from collections.abc import Callable
+from functools import cache
 from struct import Struct
 from typing import Any, Generic, TypeVar, Union, cast, get_args
 
@@ -169,10 +170,12 @@ def _named(kind: type, value: object) -> Fd:
 _CALLS = tuple(HalCall.__subclasses__())
 _MESSAGES: Any = CallMessage[Union[_CALLS]] | Reply[msgspec.Raw] | Failed | Cancel | Attach | Ready | Refused | ServiceReady  # type: ignore[valid-type]  # noqa: UP007
 _DECODER: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(_MESSAGES, dec_hook=_named)
-_ANSWER_DECODERS: dict[type[HalCall[Any]], msgspec.msgpack.Decoder[Any]] = {
-    call: msgspec.msgpack.Decoder(get_args(call.__orig_bases__[0])[0], dec_hook=_named)  # type: ignore[attr-defined]
-    for call in _CALLS
-}
+
+
+@cache
+def _answer_decoder(call: type[HalCall[Any]]) -> msgspec.msgpack.Decoder[Any]:
+    """Return what decodes the answer to a call. Each is made when its first answer comes: all of them take 3 ms of a start."""
+    return msgspec.msgpack.Decoder(get_args(call.__orig_bases__[0])[0], dec_hook=_named)  # type: ignore[attr-defined]
 
 
 def encode(message: Message) -> tuple[bytes, list[int]]:
@@ -227,7 +230,7 @@ def decode(body: bytes | msgspec.Raw, next_fd: Callable[[], Fd] = no_fd, answer_
     """
     _decoding.next_fd = next_fd
     try:
-        return (_DECODER if answer_to is None else _ANSWER_DECODERS[answer_to]).decode(body)
+        return (_DECODER if answer_to is None else _answer_decoder(answer_to)).decode(body)
     except (ValueError, RecursionError, MemoryError) as error:  # those of msgspec are ValueErrors
         what = "control message" if answer_to is None else f"answer to {answer_to.__name__}"
         found = len(memoryview(body))

@@ -29,9 +29,9 @@ from aionn.runtime.executing.control import execution_of, fixed_route, frames_re
 from aionn.runtime.executing.device_buffers import DeviceRoles, ModelRoles, roles_of
 from aionn.runtime.executing.device_memory import DeviceMemory, allocate
 from aionn.runtime.executing.execution import Call, Executor
-from aionn.runtime.executing.fallback import Retries, retried
 from aionn.runtime.executing.frames import Frames
 from aionn.runtime.executing.link import CLOSE_S
+from aionn.runtime.executing.retrying import Retries, retried
 from aionn.runtime.preparing.compile_acts import CompileRequest
 from aionn.runtime.preparing.kept_model import MOST_JOINED_DEATHS, KeptModel
 from aionn.runtime.preparing.preparation import Found
@@ -445,7 +445,7 @@ class Compilation(AsyncClosed):
         Raises:
             CallerError: as `burst`.
         """
-        from aionn.runtime.streaming.blocking import blocking_burst  # most apps have a loop
+        from aionn.runtime.streaming.blocking_runtime import blocking_burst  # most apps have a loop
 
         self._parts.check_frames("a blocking burst")
         return blocking_burst(self._parts.bursts, bool(anticipate), checked_name("blocking", name))

@@ -19,7 +19,7 @@ from aionn.runtime.health import CompilationHealth, Health, HealthPolicy, State
 from aionn.runtime.preparing.kept_model import KeptModel
 from aionn.runtime.record import ASKING, FAILED, LOADING, LOOKING, READING, STARTING, Progress
 from aionn.runtime.session import Session
-from aionn.runtime.streaming.connection import BurstConnection
+from aionn.runtime.streaming.any_connection import AnyConnection
 
 LOOP_STALL_S = 5.0
 """An event loop that has not run its heartbeat for so long stands still. It should run every second."""
@@ -137,7 +137,7 @@ class _Drops:
         dropped = frames = 0
         for kept_model in alive:
             for burst in list(kept_model.compiled.members):
-                if not isinstance(burst, BurstConnection):
+                if not isinstance(burst, AnyConnection):
                     continue  # device memory
                 counts = burst.executor.counts
                 now[id(counts)] = found = counts.get(DROPPED), counts.get(DROPPED) + counts.get(ANSWERED)

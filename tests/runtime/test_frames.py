@@ -20,6 +20,7 @@ from aionn.runtime.executing.frames import Frames, fill_large
 from aionn.runtime.executing.link import Link
 from aionn.runtime.model import Model
 from aionn.runtime.streaming.burst import Burst
+from aionn.runtime.streaming.connection import BurstConnection
 from aionn.testing import FakeDevice
 from aionn.testing.models import identity_model
 from tests.leaks import leak_check
@@ -112,6 +113,7 @@ async def test_a_link_that_ends_leaves_nothing_of_it_in_the_driver(end: str) -> 
         async with compiled.burst() as burst:
             await burst.compute({"input": np.zeros(4, np.float32)})
             burst_connection = burst._connection
+            assert isinstance(burst_connection, BurstConnection)
             link, serving = burst_connection.link, burst_connection._compiled.serving
             assert isinstance(link, Link)
             assert serving is not None

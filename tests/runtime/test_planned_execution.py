@@ -19,6 +19,7 @@ from aionn.hal.options import CallOptions
 from aionn.memory.region import Region
 from aionn.runtime.executing.arguments import Outputs
 from aionn.runtime.executing.execution import Call
+from aionn.runtime.streaming.connection import BurstConnection
 from aionn.testing import FakeDevice
 from tests.leaks import leak_check
 from tests.runtime.partial_engines import LeftFake, RightFake, UntimedFake
@@ -256,7 +257,9 @@ async def test_a_hundred_concurrent_calls_with_cancelled_ones_among_them_give_th
                 for number in range(100):
                     tasks.start_soon(one, number)
             assert len(done) >= 80
-        await burst._connection.wait_idle()
+        connection = burst._connection
+        assert isinstance(connection, BurstConnection)
+        await connection.wait_idle()
         with anyio.fail_after(30):
             await serving_of(compilation).wait_idle()
         assert burst._executor.frames.count()["pinned_frames"] == 0

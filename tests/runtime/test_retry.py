@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import aionn
-from aionn.runtime.executing.fallback import Retries
+from aionn.runtime.executing.retrying import Retries
 from aionn.testing import FakeDevice, identity_model
 
 pytestmark = pytest.mark.anyio

@@ -29,7 +29,7 @@ from aionn.hal.model import PooledModel
 from aionn.hal.values import outside_frames
 from aionn.loopless import time_left
 from aionn.memo import Memo
-from aionn.runtime.executing.fallback import Retries
+from aionn.runtime.executing.retrying import Retries
 
 VERSION = "1"
 """The only version of each model. `Runtime.swap` replaces a model without giving it another one."""

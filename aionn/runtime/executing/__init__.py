@@ -12,7 +12,8 @@ placement       arguments that do not lie in the frame
 device_memory   `DeviceMemory`: a tensor that lives in the driver, as an app allocates and uses it
 device_state    what uses a device memory now, and how the memory moves to another driver at a swap
 device_buffers  which inputs and outputs a device memory may stand for, and its two buffers
-fallback        an execution that failed, once more on another device; and calls without state, made again after their driver has died
+fallback        an execution that failed, once more on another device
+retrying        calls without state, made again after their driver has died
 warming         runs that nothing counts, on inputs that are made up for a model that no app has given inputs yet
 frames          the frames of a burst, by size: allocated as needed, waited for in order, given back when superfluous
 arguments       shapes and types checked, the layout of a frame for one set of shapes, and the outputs in it

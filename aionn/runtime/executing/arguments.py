@@ -243,6 +243,7 @@ class Arguments:
     """The arguments that one model takes. Remembers the layout for each set of input shapes.
 
     Attributes:
+        model: whose arguments they are.
         names: of the model's inputs, in its order.
         defaults: by name what an input holds where an app leaves it out.
         values: whether the model has strings, sequences, maps or optionals, which have no place in a frame.
@@ -251,7 +252,7 @@ class Arguments:
     """
 
     def __init__(self, model: PooledModel) -> None:
-        self._model = model
+        self.model = model
         self.outputs = dict(model.outputs)
         self.names = tuple(model.inputs)
         self.values = bool(outside_frames(model))
@@ -263,7 +264,7 @@ class Arguments:
     @property
     def disproved(self) -> tuple[str, ...]:
         """Names of outputs that came out in another shape than the model declares."""
-        return tuple(name for name, operand in self._model.outputs.items() if self.outputs[name].dimensions != operand.dimensions)
+        return tuple(name for name, operand in self.model.outputs.items() if self.outputs[name].dimensions != operand.dimensions)
 
     def complete(self, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the inputs with the defaults of those that are left out."""
@@ -382,14 +383,14 @@ class Arguments:
 
     def _make(self, input_shapes: Shapes, room: Sequence[int], *, answered: bool = False) -> FrameLayout:
         """Return a layout with that room for open outputs; at least what the model declares, since a new driver still goes by that."""
-        found = resolve_shapes(self._model.outputs, self._model.inputs, dict(zip(self.names, input_shapes, strict=True)))
+        found = resolve_shapes(self.model.outputs, self.model.inputs, dict(zip(self.names, input_shapes, strict=True)))
         # A request cannot say that an output will be empty (0 is an open extent), so the driver says it.
         declared = [None if shape is None or 0 in shape else shape for shape in map(found.get, self.outputs)]
         roomy = [
             max(length, 0 if shape is None else prod(shape) * operand.type.element_bytes)
             for operand, shape, length in zip(self.outputs.values(), declared, room, strict=True)
         ]
-        layout = FrameLayout(self._model, self.outputs, input_shapes, declared, roomy)
+        layout = FrameLayout(self.model, self.outputs, input_shapes, declared, roomy)
         layout.answered = answered
         self._layouts[input_shapes] = layout
         return layout

@@ -18,9 +18,9 @@ from aionn.memory.memory import Memory
 from aionn.remote.device import RemoteBuffer
 from aionn.remote.fences import check_pollable
 from aionn.runtime.executing.arguments import FrameLayout
-from aionn.runtime.executing.device_memory import DeviceMemory, state_of
+from aionn.runtime.executing.device_memory import DeviceMemory
 from aionn.runtime.executing.event import Event, awaited_fence_of, error_of
-from aionn.runtime.executing.placement import Placement
+from aionn.runtime.executing.placement import Placement, state_of
 
 
 class After:

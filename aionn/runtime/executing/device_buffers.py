@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import anyio
 
-from aionn.errors import CallerError, DeviceMemoryLostError, DriverDiedError, DriverHungError
+from aionn.errors import CallerError, DriverDiedError, DriverHungError, lost_with
 from aionn.hal.model import PooledModel
 from aionn.hal.types import BufferDesc, BufferRole, Operand
 from aionn.memory.domain import Dimensions, combine_dimensions, full_shape, given
@@ -232,11 +232,3 @@ def losing(device: str) -> Iterator[None]:
         yield
     except (DriverDiedError, DriverHungError) as error:
         raise lost_with(device, error) from error
-
-
-def lost_with(device: str, error: BaseException) -> DeviceMemoryLostError:
-    """Return what the end of a driver means to the memory in it."""
-    lost = DeviceMemoryLostError(device, error.exit_code if isinstance(error, DriverDiedError) else None)
-    for note in getattr(error, "__notes__", ()):
-        lost.add_note(note)
-    return lost

@@ -25,6 +25,7 @@ from aionn.memory.region import Region
 from aionn.runtime.executing.arguments import as_array
 from aionn.runtime.executing.device_buffers import BufferPair, DeviceRoles
 from aionn.runtime.executing.device_state import DeviceState, Holding
+from aionn.runtime.executing.placement import TensorInDriver, state_of
 from aionn.runtime.preparing.kept_model import KeptModel
 from aionn.tasks import ending_by
 
@@ -32,7 +33,7 @@ CLOSE_S = 2.0
 """The driver is given this long to finish what uses a memory that is closed, and to free it. It frees it later all the same."""
 
 
-class DeviceMemory(AsyncClosed):
+class DeviceMemory(TensorInDriver, AsyncClosed):
     """A tensor in the driver. Made by `Compilation.allocate` or `Runtime.allocate`; freed by `aclose`, with the runtime, or when collected.
 
     It may be used as the inputs and outputs it was allocated for: as a value of `inputs`, or of `outputs=`, of `compute`.
@@ -281,11 +282,6 @@ def _about(kind: OperandType) -> Any:
     import ml_dtypes
 
     return ml_dtypes
-
-
-def state_of(memory: DeviceMemory) -> DeviceState:
-    """Return the state behind a device memory, which an execution uses."""
-    return memory._state
 
 
 async def allocate(kept_models: Sequence[KeptModel], roles: DeviceRoles, deadline_ns: int | None) -> DeviceMemory:

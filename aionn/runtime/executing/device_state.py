@@ -19,13 +19,13 @@ from contextlib import contextmanager
 from math import prod
 from typing import TYPE_CHECKING
 
-from aionn.errors import CallerError, ExecutionError, again
+from aionn.errors import CallerError, ExecutionError, again, lost_with
 from aionn.hal.types import ErrorStatus
 from aionn.loopless import call_soon_from_anywhere
 from aionn.memory.memory import Memory
 from aionn.memory.region import Region
 from aionn.remote.device import RemoteBuffer
-from aionn.runtime.executing.device_buffers import BufferPair, losing, lost_with
+from aionn.runtime.executing.device_buffers import BufferPair, losing
 from aionn.runtime.serving.serving import NotNowError, Rest, Serving
 from aionn.runtime.session import Session
 

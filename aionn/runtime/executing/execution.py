@@ -38,6 +38,7 @@ from aionn.errors import (
     ExecutionError,
     MemoryAllocationError,
     OutputInsufficientSizeError,
+    lost_with,
 )
 from aionn.hal.model import PooledModel
 from aionn.hal.options import CallOptions
@@ -47,20 +48,18 @@ from aionn.memory.region import Region
 from aionn.pages.app_layout import COMPUTED, COPIED_BYTES, DIED, FAILED, FELL_BACK, HUNG, LATE, REFUSED, Kind
 from aionn.pages.app_page import BurstSlot
 from aionn.remote.device import RemoteBuffer, RemotePreparedModel
-from aionn.runtime.executing.admission import Admission
 from aionn.runtime.executing.arguments import Arguments, FrameLayout, Outputs, failure_of
-from aionn.runtime.executing.device_buffers import lost_with
-from aionn.runtime.executing.device_state import DeviceState
 from aionn.runtime.executing.frames import Frames, fill
 from aionn.runtime.executing.placement import Placement, check_frame, check_outputs, contents_of, is_placed, place, states_of
 from aionn.runtime.executing.transitions import AFTER, ANSWER, LEFT, PLACE, PUT_BACK, SEND, SETTLE, SETTLED, WAITING, WIDEN, Act
-from aionn.runtime.record import Record
-from aionn.runtime.serving.serving import CompiledModel, Serving
-from aionn.tasks import ending_by
 
 if TYPE_CHECKING:
+    from aionn.runtime.executing.admission import Admission
+    from aionn.runtime.executing.device_state import DeviceState
+    from aionn.runtime.record import Record
     from aionn.runtime.serving.planned_execution import PlannedExecution
     from aionn.runtime.serving.planned_model import Prepared
+    from aionn.runtime.serving.serving import CompiledModel, Serving
 
 T = TypeVar("T")
 
@@ -305,6 +304,8 @@ class Execution:
         return self._run_by_deadline(first) if bound else self._run(first)
 
     async def _run_by_deadline(self, first: tuple[Channel, FrameLayout, Result] | None) -> Outputs:
+        from aionn.tasks import ending_by  # a thread without a loop does not come here
+
         with ending_by(self.call.options.deadline_ns, NO_ANSWER):
             return await self._run(first)
 

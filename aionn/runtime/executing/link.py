@@ -15,7 +15,6 @@ Invariants
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -37,11 +36,12 @@ from aionn.runtime.executing.arguments import FrameLayout
 from aionn.runtime.executing.execution import Execution
 from aionn.runtime.executing.frames import Frames
 from aionn.runtime.executing.placement import Placement
-from aionn.runtime.serving.serving import CompiledModel, Serving
-from aionn.tasks import bounded_shield
 
 if TYPE_CHECKING:
+    import asyncio
+
     from aionn.runtime.serving.planned_execution import PlannedExecution
+    from aionn.runtime.serving.serving import CompiledModel, Serving
 
 CLOSE_S = 2.0
 """The driver is given this long to free what it holds for a burst; its process frees the rest when it ends."""
@@ -208,6 +208,8 @@ class _InFlight:
             idle.set()
 
     async def wait_idle(self) -> None:
+        import asyncio  # only a task of a loop waits here
+
         while self.count:
             if self._idle is None:
                 self._idle = asyncio.Event()
@@ -320,6 +322,8 @@ def release(frames: Frames, held: list[Link]) -> None:
 
 async def _close_context(context: RemoteBurstContext) -> None:
     """Let the driver free its part of a burst."""
+    from aionn.tasks import bounded_shield  # a thread without a loop does not wait for that
+
     # Bounded: a driver that hangs must not hold up the app. It loses the client's memory by the closed queues all the same.
     try:
         with bounded_shield(CLOSE_S):

@@ -29,11 +29,31 @@ from aionn.memory.memory import Memory
 from aionn.memory.region import Access, Region
 from aionn.remote.device import RemoteBuffer
 from aionn.runtime.executing.arguments import FrameLayout, as_array, false_shapes
-from aionn.runtime.executing.device_memory import DeviceMemory, state_of
-from aionn.runtime.executing.device_state import DeviceState
 
 if TYPE_CHECKING:
+    from aionn.runtime.executing.device_state import DeviceState
     from aionn.runtime.serving.planned_model import Prepared
+
+
+class TensorInDriver:
+    """An argument that lies in the driver: `DeviceMemory`, which an app allocates with an event loop.
+
+    Attributes:
+        inputs, outputs: names of the operands it may stand for.
+    """
+
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    _state: DeviceState
+
+    async def snapshot(self) -> NDArray[Any]:
+        """Return a copy of its contents."""
+        raise NotImplementedError
+
+
+def state_of(memory: TensorInDriver) -> DeviceState:
+    """Return the state behind a device memory, which an execution uses."""
+    return memory._state
 
 
 class Place(msgspec.Struct, frozen=True):
@@ -142,12 +162,12 @@ def states_of(inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> dict[Dev
     """Return the states of the device memories among the arguments, and whether an execution advances each: it reads and writes it."""
     states = {}
     for value in inputs.values():
-        if isinstance(value, DeviceMemory):
+        if isinstance(value, TensorInDriver):
             states[state_of(value)] = False
     if outputs:
         read = set(states)
         for value in outputs.values():
-            if isinstance(value, DeviceMemory):
+            if isinstance(value, TensorInDriver):
                 state = state_of(value)
                 states[state] = state in read
     return states
@@ -199,7 +219,7 @@ def _place_inputs(placement: Placement, model: PooledModel, prepared: Prepared, 
         value = inputs.get(name)
         if type(value) is np.ndarray:
             continue
-        if isinstance(value, DeviceMemory):
+        if isinstance(value, TensorInDriver):
             state = state_of(value)
             roles = state.buffers.inputs_of(prepared)
             if roles is None or name not in roles:
@@ -229,7 +249,7 @@ def _place_outputs(
         if name not in outputs:
             continue
         value = outputs[name]
-        if isinstance(value, DeviceMemory):
+        if isinstance(value, TensorInDriver):
             state = state_of(value)
             roles = state.buffers.outputs_of(prepared)
             if roles is None or name not in roles:
@@ -263,7 +283,7 @@ def _located(value: Memory | HardwareBuffer, operand: Operand, what: str, name: 
         raise CallerError(f"{what} {name!r}: {error}") from None
 
 
-def _wrong_role(memory: DeviceMemory, name: str, roles: tuple[str, ...] | None, what: str) -> CallerError:
+def _wrong_role(memory: TensorInDriver, name: str, roles: tuple[str, ...] | None, what: str) -> CallerError:
     """Return why a device memory cannot stand for an argument."""
     if name not in (memory.inputs if what == "input" else memory.outputs):
         return CallerError(f"{what} {name!r}: this device memory was allocated for inputs {memory.inputs} and outputs {memory.outputs}")
@@ -274,7 +294,7 @@ def _wrong_role(memory: DeviceMemory, name: str, roles: tuple[str, ...] | None, 
 
 def is_placed(value: Any) -> bool:
     """Return whether an argument is used where it is rather than copied."""
-    return isinstance(value, Memory | HardwareBuffer | DeviceMemory)
+    return isinstance(value, Memory | HardwareBuffer | TensorInDriver)
 
 
 def check_frame(layout: FrameLayout, placed_shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -294,7 +314,7 @@ async def contents_of(operands: Mapping[str, Operand], values: Mapping[str, Any]
     copies = {}
     for name, operand in operands.items():
         value = values[name]
-        if isinstance(value, DeviceMemory):
+        if isinstance(value, TensorInDriver):
             copies[name] = await value.snapshot()
         elif isinstance(value, Memory | HardwareBuffer):
             part, shape = value.locate(operand)

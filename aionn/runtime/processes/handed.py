@@ -18,7 +18,7 @@ from collections.abc import Callable
 
 from aionn.errors import AionnError, DeviceUnavailableError, ServiceDiedError
 from aionn.loopless import leave_in_child, running_loop
-from aionn.remote.attaching import connect
+from aionn.remote.attaching import connect, other_protocol
 from aionn.remote.calls import ConnectDriver, ConnectedDriver, HalCall
 from aionn.remote.connection import Connection, Descriptors
 from aionn.remote.control import PROTOCOL, ControlError, Ready, Refused, ServiceReady, error_of
@@ -167,9 +167,7 @@ class ServiceLink:
             elif not isinstance(message, ServiceReady):
                 raise ControlError("a service greets as a service")
             elif message.protocol != PROTOCOL:
-                older, newer = ("the service", "this app") if message.protocol < PROTOCOL else ("this app", "the service")
-                what = f"the service at {self.path} (aionn {message.release}) speaks protocol {message.protocol}, this app {PROTOCOL}"
-                settle(DeviceUnavailableError("", f"{what}; upgrade {older} to the release of {newer}"))
+                settle(other_protocol(self.path, message))
             else:
                 settle(None)
 

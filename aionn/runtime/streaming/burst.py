@@ -9,29 +9,29 @@ Invariant
 
 from __future__ import annotations
 
-import asyncio
-from asyncio import _get_running_loop  # the public one raises where there is no loop, and is then caught at every call
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from aionn import trace
 from aionn.burst.controller import ExecutionBurstController, Sent
 from aionn.errors import CallerError, MemoryAllocationError
 from aionn.hal.options import CallOptions
 from aionn.hal.types import ErrorStatus, Result
-from aionn.loopless import AsyncOnly, deadline_of
+from aionn.loopless import AsyncOnly, deadline_of, other_tasks
 from aionn.memory.pool import FramesInFlightError, MemoryFrame
 from aionn.pages.app_layout import COMPUTED, CONNECTIONS, COPIED_BYTES, DRIVER_BUSY_NS, DROPPED, FAILED, FELL_BACK
 from aionn.runtime.executing.arguments import FrameLayout, Outputs, check_mapping
 from aionn.runtime.executing.execution import Call, Execution
-from aionn.runtime.executing.fallback import Retries, retried
 from aionn.runtime.executing.frames import LARGE_BYTES, fill_large
 from aionn.runtime.executing.link import Link, plain_body
-from aionn.runtime.streaming import stream
-from aionn.runtime.streaming.connection import BurstConnection
+from aionn.runtime.executing.retrying import Retries, retried
+from aionn.runtime.streaming.any_connection import AnyConnection
 from aionn.runtime.streaming.frame import Frame, begin_from_thread, lease_of, leases_here, placed_in
+
+if TYPE_CHECKING:
+    from aionn.runtime.streaming.stream import Frames, Policy, StreamResult
 
 _NONE = ErrorStatus.NONE  # each look into an enumeration costs as much as a small copy
 
@@ -59,11 +59,11 @@ class Burst(AsyncOnly):
         2
     """
 
-    def __init__(self, connection: BurstConnection, warm_up: Callable[[], Awaitable[None]] | None = None) -> None:
+    def __init__(self, connection: AnyConnection, warm_up: Callable[[], Awaitable[None]] | None = None) -> None:
         """`warm_up`: runs the model when the burst is opened, before its first frame."""
         self._warm_up = warm_up
         self._connection = connection
-        self._loop = None if connection.in_threads else connection.session.loop
+        self._loop, self._running_loop = connection.loop, connection.running_loop
         self._executor = connection.executor
         self._counts = connection.executor.counts
 
@@ -110,7 +110,7 @@ class Burst(AsyncOnly):
             MemoryAllocationError: there is no memory for one more frame of these shapes. The app may hold too many.
         """
         frame = Frame(self._connection, self._executor.arguments.check_shapes(shapes or {}), leases_here.get())
-        if _get_running_loop() is None:
+        if self._running_loop() is None:
             begin_from_thread(frame)
         return frame
 
@@ -155,13 +155,13 @@ class Burst(AsyncOnly):
         if retry:
             return await retried(self.compute, inputs, outputs, measure_timing, timeout_s, retry, placed_in(inputs))
         try:
-            if _get_running_loop() is not self._loop:
+            if self._running_loop() is not self._loop:
                 self._connection.check_here()
             deadline_ns = None if timeout_s is None else deadline_of(timeout_s)
             layout, pool, link = self._connection.usual
             if layout is not None and layout.input_bytes >= LARGE_BYTES:
                 # The copy holds the loop up for long. Yield first, so that a waiting answer is delivered before it.
-                await asyncio.sleep(0)
+                await other_tasks()
                 layout, pool, link = self._connection.usual
             if layout is None or pool is None or link is None or outputs or type(inputs) is not dict:
                 return await self._execute(inputs, outputs or {}, CallOptions(measure_timing, deadline_ns))
@@ -231,8 +231,8 @@ class Burst(AsyncOnly):
         return found
 
     def map(
-        self, frames: stream.Frames, *, policy: stream.Policy = "block", depth: int = 2, deadline_s: float | None = None
-    ) -> AsyncGenerator[stream.StreamResult, None]:
+        self, frames: Frames, *, policy: Policy = "block", depth: int = 2, deadline_s: float | None = None
+    ) -> AsyncGenerator[StreamResult, None]:
         """Run a stream of inputs through the burst: `async for result in burst.map(camera())`. Results come in order.
 
         Args:
@@ -252,7 +252,9 @@ class Burst(AsyncOnly):
         Raises:
             CallerError: an argument is wrong. While iterating: whatever `compute` or the source raises.
         """
-        return stream.Stream(self.compute, self._connection, frames, stream.StreamOptions(policy, depth, deadline_s)).results()
+        from aionn.runtime.streaming.stream import Stream, StreamOptions  # a stream has tasks, which a burst of threads has not
+
+        return Stream(self.compute, self._connection, frames, StreamOptions(policy, depth, deadline_s)).results()
 
     def statistics(self) -> dict[str, int]:
         """Return counts since the burst was made.
@@ -295,7 +297,7 @@ class _AdmittedBurst(Burst):
         return await admission.run(call, timeout_s, self._executor.ended)
 
 
-def burst_over(connection: BurstConnection, warm_up: Callable[[], Awaitable[None]] | None = None) -> Burst:
+def burst_over(connection: AnyConnection, warm_up: Callable[[], Awaitable[None]] | None = None) -> Burst:
     """Return an app's burst. `warm_up`: runs the model when the burst is opened, before its first frame."""
     return (Burst if connection.executor.admission is None else _AdmittedBurst)(connection, warm_up)
 

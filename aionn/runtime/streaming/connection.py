@@ -1,20 +1,19 @@
-"""`BurstConnection`: what an open burst has in the driver that serves: its link, its frames and its streams.
+"""`BurstConnection`: what an open burst of a loop has in the driver that serves. `Connections`: those of all bursts of a compilation.
 
 A burst outlives its driver. When that dies, awaiting calls end with `DriverDiedError`, and the next use connects to a new one. Frames
 belong to the burst, not to the link; the new driver asks for their memories by the same slots.
 
 Invariants
     `link` is alive or None. A dead one is replaced under `_connecting`, by one task. A living one is replaced by a swap (`install`).
-    `_held` holds `link` for the finalizer. The loop and the driver's connection hold no reference to the burst. So a burst that the app
-    drops is collected, and then closed.
-    `usual` is set only while no swap and no comparison watches, so a usual frame never passes a shut gate.
+    The loop and the driver's connection hold no reference to the burst. So a burst that the app drops is collected, and then closed.
 """
 
 from __future__ import annotations
 
 import weakref
+from asyncio import _get_running_loop  # the public one raises where there is no loop, and is then caught at every call
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -27,17 +26,17 @@ from aionn.events import DropsSummary
 from aionn.fmq.thread_waits import ThreadWaits
 from aionn.hal.types import ExecutionPreference
 from aionn.loopless import call_soon_from_anywhere
-from aionn.memory.pool import FramePool, MemoryFrame
-from aionn.pages.app_layout import ANSWERED, CONNECTIONS, DROPPED, JOINED_ROWS, JOINED_RUNS, SENT, Kind
+from aionn.pages.app_layout import ANSWERED, DROPPED, JOINED_ROWS, JOINED_RUNS, SENT, Kind
 from aionn.pages.app_page import BurstSlot
 from aionn.runtime.executing.admission import Admission
-from aionn.runtime.executing.arguments import Arguments, FrameLayout, Shapes
-from aionn.runtime.executing.execution import Channel, Executor, FallsBack, Shown, between_bytes
+from aionn.runtime.executing.arguments import Arguments
+from aionn.runtime.executing.execution import Executor, FallsBack, Shown
 from aionn.runtime.executing.frames import Frames
-from aionn.runtime.executing.link import Link, LinkOptions, open_link, release
+from aionn.runtime.executing.link import Link, LinkOptions, release
 from aionn.runtime.preparing.kept_model import KeptModel
 from aionn.runtime.processes.spawning import DEFAULT_HANG_S
 from aionn.runtime.serving.serving import Rest, Serving
+from aionn.runtime.streaming.any_connection import AnyConnection, trace_of
 
 if TYPE_CHECKING:
     from aionn.runtime.session import Session
@@ -47,38 +46,20 @@ _NOT_OPEN = "the burst is not open; use it inside `async with compilation.burst(
 _AFTER_A_VERDICT_S = 0.4
 """A request is asked for so much later than `hang_s`. The question makes a driver run, and one that hangs is judged by then."""
 
-_NOTHING = (None, None, None)
 
-
-class BurstConnection:
-    """One burst's connection to whichever driver serves. It follows a swap to another one (`Member`).
-
-    Attributes:
-        executor: what its executions have in common.
-        link: to the driver that serves; None before the first.
-        usual: layout, frames and link of the request before, while the next one may take the short way. Mostly it has the same shapes.
-        when_closed: called when the burst is closed: its streams end.
-        in_threads: whether it is used in threads, and not in the runtime's loop.
-    """
+class BurstConnection(AnyConnection):
+    """The connection of one burst of a loop to whichever driver serves. It follows a swap to another one (`Member`)."""
 
     needs_gap = False
-    in_threads = False
+    running_loop = staticmethod(_get_running_loop)
 
     def __init__(self, kept_model: KeptModel, executor: Executor, options: LinkOptions) -> None:
+        super().__init__(kept_model.compiled, executor, options, kept_model.record.name)
         self._kept_model = kept_model
-        self._compiled = kept_model.compiled
-        self._options = options
-        self._link_to = partial(open_link, compiled=kept_model.compiled, frames=executor.frames, options=options, counts=executor.counts)
-        self.session = kept_model.session
-        self.executor = executor
-        self.link: Link | None = None
-        self.usual: tuple[FrameLayout, FramePool, Link] | tuple[None, None, None] = _NOTHING
-        self.when_closed: set[Callable[[], None]] = set()
-        self._open = False
+        self.session, self.loop = kept_model.session, kept_model.session.loop
         self._connecting = anyio.Lock()
         self._failures = 0
         self._failure: AionnError | None = None
-        self._held: list[Link] = []
         self._finalizer: weakref.finalize[Any, Any] = weakref.finalize(
             self, call_soon_from_anywhere, self.session.loop, release, executor.frames, self._held
         )
@@ -101,11 +82,6 @@ class BurstConnection:
         """Open without waiting. The first request connects."""
         self._open = True
         self._compiled.members.add(self)
-
-    @property
-    def closed(self) -> bool:
-        """Whether the burst was closed, or is not open yet."""
-        return not self._open
 
     def check_here(self) -> None:
         """Say what is wrong with a call that does not come in the runtime's loop, or return."""
@@ -145,27 +121,13 @@ class BurstConnection:
 
     def _begin_close(self) -> None:
         self._open = False
-        self.usual = _NOTHING
+        self.count_from_now()
         for close in list(self.when_closed):
             close()
         self._compiled.members.discard(self)
         self._compiled.use.touches += 1
 
-    def start(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Run `work` in a task that the runtime owns. It must handle its errors."""
-        self.check_open()
-        self.session.tasks.start_soon(work)
-
     # --- sending -------------------------------------------------------------------------------------------------------
-
-    async def lease(self, shapes: Shapes) -> tuple[FrameLayout, MemoryFrame]:
-        """Return a leased frame for inputs of these shapes, and its layout."""
-        self.check_open()
-        layout = self.executor.arguments.layout(shapes)
-        frame = await self.executor.frames.lease(layout, between_bytes(self._compiled.serving, layout))
-        if self._options.anticipate and self.link is not None:
-            self.link.nudge()  # a request over this frame mostly follows
-        return layout, frame
 
     async def route(self, deadline_ns: int | None) -> Link:
         """Return the link to send over. It is the right one until the next await."""
@@ -179,15 +141,6 @@ class BurstConnection:
             link = await self._connect(deadline_ns)
             if not gate.closed:
                 return link
-
-    def expect(self, layout: FrameLayout, channel: Channel | None) -> None:
-        """Let the next request of the same shapes take the short way, if the last one went over this link.
-
-        It must not overtake executions that still pass the gate.
-        """
-        link = self.link
-        if link is not None and link is channel and link.plain and not self._compiled.watched and not self._compiled.gate.shut:
-            self.usual = layout, self.executor.frames.pool(layout), link
 
     async def _connect(self, deadline_ns: int | None) -> Link:
         """Return the live link. Make one first if the burst has no live link.
@@ -234,18 +187,6 @@ class BurstConnection:
         """Make a second link, while executions go on over the first."""
         return BurstChange(self, await self._link_to(better))
 
-    def install(self, link: Link) -> Link | None:
-        """Use `link` from now on. Returns the link that is to be closed: the one before, or `link` itself if the burst was closed."""
-        if not self._open:
-            return link
-        before, self.link = self.link, link
-        self._held[:] = [link]
-        self.executor.frames.on_gone = link.forget_memory
-        self.executor.counts.add(CONNECTIONS, 1)
-        if self.executor.shown is not None:
-            self.executor.shown.on(link.serving.device, link.serving.stage)
-        return before
-
     def rest(self) -> Rest | None:
         """Return None while a frame is leased or a request is in flight. An open burst that is silent rests."""
         link = self.link
@@ -256,15 +197,6 @@ class BurstConnection:
     async def wait_idle(self) -> None:
         if self.link is not None:
             await self.link.wait_idle()
-
-    def count_from_now(self) -> None:
-        """Leave the short way, which counts nothing."""
-        self.usual = _NOTHING
-
-
-def trace_of(connection: BurstConnection) -> dict[str, Any]:
-    """Return what a trace says of a burst."""
-    return {"model": connection._kept_model.record.name, "burst": connection._options.name}
 
 
 class Connections:
@@ -310,7 +242,7 @@ class Connections:
         for connection in self:
             if not connection.closed:
                 frames = connection.executor.frames.count()
-                connection.session.page.gauge(connection.executor.counts, frames["shared_bytes"], frames["free_frames"])
+                self.kept_model.session.page.gauge(connection.executor.counts, frames["shared_bytes"], frames["free_frames"])
         self._publish_drops()
         self.count_joined()
 
@@ -380,8 +312,8 @@ class Connections:
         patience_s = (self.kept_model.session.devices.settings.hang_s or DEFAULT_HANG_S) + _AFTER_A_VERDICT_S
         return LinkOptions(depth, low_power, patience_s, anticipate, name)
 
-    def add(self, connection: BurstConnection, options: LinkOptions) -> None:
-        """Know a new connection, which any thread may have made."""
+    def add(self, connection: Any, options: LinkOptions) -> None:
+        """Know a new connection, which any thread may have made: a `BurstConnection`, or a `RuntimeConnection` of a thread."""
         self._bursts.append((options.name, connection.executor.counts, weakref.ref(connection)))
 
     def close(self) -> None:
@@ -415,7 +347,7 @@ class BurstChange:
 def _disconnect(connection: BurstConnection) -> None:
     """Give a resting burst's link back, without waiting. The next request connects anew, and asks for the same frames."""
     link, connection.link = connection.link, None
-    connection.usual = _NOTHING
+    connection.count_from_now()
     connection.executor.frames.on_gone = None
     connection._held.clear()
     if link is not None:

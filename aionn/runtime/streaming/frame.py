@@ -27,7 +27,7 @@ from aionn.loopless import AsyncOnly, call_soon_from_anywhere
 from aionn.memory import pool as memory_pool
 from aionn.runtime.executing.arguments import FrameLayout, Shapes, as_array
 from aionn.runtime.executing.placement import is_placed
-from aionn.runtime.streaming.connection import BurstConnection
+from aionn.runtime.streaming.any_connection import AnyConnection
 
 _NOT_BEGUN = "this frame's lease has not begun; write `async with burst.frame() as frame`, or `frame = await burst.lease()`"
 _ENDED = "this frame's lease has ended; use it inside `async with burst.frame() as frame`"
@@ -76,7 +76,7 @@ class Frame(AsyncOnly, Mapping[str, NDArray[Any]]):
     captured_ns = 0
     _lease: tuple[FrameLayout, memory_pool.MemoryFrame] | None = None
 
-    def __init__(self, connection: BurstConnection, shapes: Shapes, leases: Leases | None = None) -> None:
+    def __init__(self, connection: AnyConnection, shapes: Shapes, leases: Leases | None = None) -> None:
         self._connection = connection
         self._shapes = shapes
         self._leases = leases
@@ -179,7 +179,7 @@ class Frame(AsyncOnly, Mapping[str, NDArray[Any]]):
         return len(self._connection.executor.arguments.names)
 
 
-def lease_of(frame: Frame, connection: BurstConnection) -> tuple[tuple[FrameLayout, memory_pool.MemoryFrame], Mapping[str, Any]]:
+def lease_of(frame: Frame, connection: AnyConnection) -> tuple[tuple[FrameLayout, memory_pool.MemoryFrame], Mapping[str, Any]]:
     """Return the layout and the memory that a frame holds, and what stands for its inputs instead, by name.
 
     Raises:
@@ -250,7 +250,7 @@ def end_lease(frame: Frame) -> None:
     frame._end(_ENDED)
 
 
-def take(frame: Frame, connection: BurstConnection) -> Frame:
+def take(frame: Frame, connection: AnyConnection) -> Frame:
     """Return a frame with the lease and the contents of one that a stream's source has yielded. The app's views become read-only.
 
     Raises:

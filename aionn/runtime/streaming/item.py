@@ -37,7 +37,7 @@ from aionn.loopless import Answer, call_soon_from_anywhere, running_loop
 from aionn.pages.app_layout import AGES, DROPPED, DROPPED_LATE, DROPPED_REJECTED, DROPPED_REPLACED
 from aionn.runtime.executing.arguments import Outputs, check_mapping
 from aionn.runtime.session import Session
-from aionn.runtime.streaming.connection import BurstConnection, trace_of
+from aionn.runtime.streaming.any_connection import AnyConnection, trace_of
 from aionn.runtime.streaming.frame import Frame, Leases, contents_of, end_lease, leases_here, take
 from aionn.tasks import bounded_shield
 
@@ -83,7 +83,7 @@ class Entry:
 
     answer: Answer[Outputs]
 
-    def __init__(self, seq: int, given: Mapping[str, Any] | Item, arrived_ns: int, connection: BurstConnection) -> None:
+    def __init__(self, seq: int, given: Mapping[str, Any] | Item, arrived_ns: int, connection: AnyConnection) -> None:
         """Own the frame that `given` may hold. This may run in a source's thread.
 
         Raises:
@@ -125,7 +125,7 @@ class Arrivals:
         leases: the frames that it has leased.
     """
 
-    def __init__(self, connection: BurstConnection) -> None:
+    def __init__(self, connection: AnyConnection) -> None:
         self._connection = connection
         self._executor = connection.executor
         self._produced = 0

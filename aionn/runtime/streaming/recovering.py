@@ -39,7 +39,8 @@ from aionn.hal.types import ErrorStatus, Operand
 from aionn.loopless import AsyncOnly, deadline_of
 from aionn.runtime.executing.arguments import Outputs, as_array, check_mapping
 from aionn.runtime.executing.device_buffers import BufferPair, DeviceRoles, ModelRoles
-from aionn.runtime.executing.device_memory import DeviceMemory, allocate, state_of
+from aionn.runtime.executing.device_memory import DeviceMemory, allocate
+from aionn.runtime.executing.placement import state_of
 from aionn.runtime.preparing.kept_model import KeptModel
 from aionn.runtime.streaming import stream
 from aionn.runtime.streaming.burst import Burst

@@ -31,7 +31,7 @@ from functools import partial
 from typing import Any
 
 from aionn.burst.packets import FORFEITED, PacketError
-from aionn.errors import CallerError, DeadlineError, DriverDiedError, ExecutionError
+from aionn.errors import CallerError, DeadlineError, DriverDiedError, ExecutionError, lost_with
 from aionn.hal.model import label
 from aionn.hal.options import CallOptions
 from aionn.hal.types import ErrorStatus, FencedResult, Result
@@ -43,7 +43,6 @@ from aionn.remote.fences import since_launch
 from aionn.runtime.executing.arguments import FrameLayout, check_mapping
 from aionn.runtime.executing.control import control_route
 from aionn.runtime.executing.dependencies import After, Dependencies, check_shapes, give_shapes, kept, shape_of
-from aionn.runtime.executing.device_buffers import lost_with
 from aionn.runtime.executing.device_state import DeviceState
 from aionn.runtime.executing.event import (
     Event,

@@ -36,7 +36,7 @@ from aionn.errors import CallerError, DeadlineError, DeviceBusyError, ExecutionE
 from aionn.hal.types import ErrorStatus
 from aionn.loopless import checked_count, checked_seconds
 from aionn.runtime.executing.arguments import Outputs
-from aionn.runtime.streaming.connection import BurstConnection
+from aionn.runtime.streaming.any_connection import AnyConnection
 from aionn.runtime.streaming.frame import leases_here
 from aionn.runtime.streaming.item import Arrivals, Entry, Item, SourceThread
 from aionn.tasks import bounded_shield
@@ -114,7 +114,7 @@ class _Results(AsyncGenerator[StreamResult, None]):
 class Stream:
     """One run of `Burst.map`."""
 
-    def __init__(self, compute: Compute, connection: BurstConnection, frames: Frames, options: StreamOptions) -> None:
+    def __init__(self, compute: Compute, connection: AnyConnection, frames: Frames, options: StreamOptions) -> None:
         policy, depth, deadline_s = options.policy, options.depth, options.deadline_s
         if policy not in ("latest", "block", "reject"):
             raise CallerError(f"policy {policy!r}: it is one of 'latest', 'block', 'reject'")
