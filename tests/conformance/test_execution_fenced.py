@@ -20,13 +20,16 @@ import aionn
 from aionn.driver import find_engine
 from aionn.errors import AionnError, CallerError
 from aionn.hal.interfaces import IDevice, IPreparedModel, PrepareOptions
+from aionn.hal.options import CallOptions
 from aionn.hal.types import NO_TIMING, UNKNOWN_TIME_US, DataLocation, Dependency, ErrorStatus, FencedResult, Request, RequestArgument
 from aionn.memory.region import Region
+from aionn.remote.device import Fenced, RemotePreparedModel
 from aionn.remote.fences import FAILURE, make_fence, outcome_of, signal_fence
 from aionn.testing import FakeDevice
 from aionn.testing.models import identity_model
 from tests.conformance.devices import ENGINES, HOLDERS
 from tests.leaks import leak_check
+from tests.remote.pair import remote_device
 from tests.scaled_model import scaled_model
 
 pytestmark = pytest.mark.anyio
@@ -307,3 +310,24 @@ async def test_the_end_of_the_driver_signals_a_failure(fake: FakeDevice) -> None
                 with pytest.raises(AionnError):
                     await it.fenced(fence, Dependency(never))
             assert outcome_of(fence) is False
+
+
+async def test_a_cancellation_that_is_read_together_with_its_execution_ends_it_before_it_runs(scaled: aionn.Model) -> None:
+    async with remote_device(find_engine("reference")) as device, prepared_on(device, scaled) as it:
+        with fences(1) as (fence,):
+            ended: list[FencedResult | BaseException] = []
+            over = anyio.Event()
+
+            def settled(found: FencedResult | BaseException) -> None:
+                ended.append(found)
+                over.set()
+
+            assert isinstance(it.model, RemotePreparedModel)
+            stop = it.model.start_fenced(Fenced(GOOD, [it.input, it.output], (), fence), CallOptions(), settled)
+            stop()  # both frames lie in the socket before the driver's end reads
+            with anyio.fail_after(20):
+                await over.wait()
+            (found,) = ended
+            assert isinstance(found, FencedResult)
+            assert found.result.status is ErrorStatus.INVALID_ARGUMENT
+            assert not it.outputs.any()

@@ -38,10 +38,10 @@ def rows_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], li
     return lambda: [[float(row) for row in line.split()] for line in path.read_text().splitlines()]
 
 
-def doubling() -> aionn.Model:
+def doubling(name: str = "doubling") -> aionn.Model:
     x = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", 4])
     y = helper.make_tensor_value_info("y", TensorProto.FLOAT, ["batch", 4])
-    graph = helper.make_graph([helper.make_node("Add", ["x", "x"], ["y"])], "doubling", [x], [y])
+    graph = helper.make_graph([helper.make_node("Add", ["x", "x"], ["y"])], name, [x], [y])
     return aionn.Model.from_onnx(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)]).SerializeToString())
 
 
@@ -160,6 +160,10 @@ async def test_a_death_in_a_joined_run_reaches_all_of_its_callers(
             np.testing.assert_array_equal(found["y"], 2 * row(3))
         assert compilation.batching is not None
         assert compilation.batching.reason == "2 drivers died within joined runs of this model"
+        assert compilation._parts.kept_model.joined_deaths == 2
+        await runtime.swap(compilation, doubling("another"))
+        assert compilation._parts.kept_model.joined_deaths == 0
+        assert compilation.batching.reason == ""
 
 
 async def test_a_late_or_left_request_behind_a_long_run_ends_in_time_and_a_late_one_never_runs(

@@ -88,7 +88,7 @@ class KeptModel:
         outcomes: one per step of the plan, of the last preparation.
         record: how the compilation is shown.
         preparation: the preparation that is under way, unless it is the first one in `Runtime.compile`.
-        joined_deaths: how many drivers have died within a joined run of the model.
+        joined_deaths: how many drivers have died within a joined run of the model, since the app swapped it in.
         disproved: gives the names of outputs that came out in another shape than the model declares.
     """
 

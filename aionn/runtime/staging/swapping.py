@@ -84,7 +84,7 @@ async def swap_model(target: NewModel, model: PooledModel, timeout_s: float | No
             except NotNowError:
                 if attempt == _TRIES - 1:
                     raise
-        kept_model.request = request
+        kept_model.request, kept_model.joined_deaths = request, 0
     except BaseException:
         if compiled.serving is not better:
             made.prepared.release()
