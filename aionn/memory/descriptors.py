@@ -13,6 +13,8 @@ What is refused, and what it would have done:
     aionn's memory in huge pages    its sender may free them later, and no huge page may be left, which means SIGBUS then
     holes that cannot be filled     SIGBUS, or the out-of-memory killer, at the first touch
 
+The seals are read before the size. Else the sender could cut the memory off and seal it between the two.
+
 An ordinary file has no seals. A process that truncates a mapped file can end the process that reads it. So
 `Region.check_backing` asks for the file's size again before each use. A file that is cut off during an execution remains a risk.
 
@@ -74,6 +76,7 @@ def check_descriptor(fd: int, description: MemoryDescription, *, write_through: 
     """
     kind = description.kind
     try:
+        seals = _seals(fd)
         status, flags = os.fstat(fd), fcntl.fcntl(fd, fcntl.F_GETFL)
     except (OSError, OverflowError, ValueError) as error:
         raise CallerError(f"memory of kind {kind.value}: descriptor {fd} is not open; send an open one") from error
@@ -98,7 +101,6 @@ def check_descriptor(fd: int, description: MemoryDescription, *, write_through: 
         )
     if exported and kind is MemoryKind.MMAP_FD:
         return  # its size is fixed
-    seals = _seals(fd)
     if kind is MemoryKind.MMAP_FD and not _is_memfd(fd):
         return
     if seals is None or not seals & F_SEAL_SHRINK:
@@ -126,6 +128,22 @@ def _check_memfd(fd: int) -> None:
             f"memory of kind {MemoryKind.ASHMEM.value}: its pages have {page_bytes} bytes; make the memfd without MFD_HUGETLB, for "
             f"pages of {PAGE_BYTES} bytes"
         )
+
+
+def check_sealed(fd: int, description: MemoryDescription) -> None:
+    """Refuse memory that its sender could take away, for a process that serves several senders. A dma-buf cannot be taken away.
+
+    Raises:
+        CallerError: it is a file, or memory whose size is not sealed, or it lies in huge pages.
+    """
+    if is_dma_buf(fd):
+        return
+    if not (_seals(fd) or 0) & F_SEAL_SHRINK:
+        raise CallerError(
+            f"memory of kind {description.kind.value}: its size is not sealed, so its sender could end a driver that several apps share; "
+            "copy the data into aionn.Memory.allocate(...)"
+        )
+    _check_memfd(fd)
 
 
 def check_reserved(fd: int, description: MemoryDescription) -> None:

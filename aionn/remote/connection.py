@@ -44,7 +44,7 @@ from aionn.errors import AionnError, CallerError, DeadlineError, ExecutionError,
 from aionn.fmq.thread_waits import Loop, ThreadWaits
 from aionn.hal.types import ErrorStatus
 from aionn.loopless import Answer, leave_in_child, running_loop
-from aionn.memory.descriptors import check_description, check_reserved
+from aionn.memory.descriptors import check_description, check_reserved, check_sealed
 from aionn.memory.region import Access, MappingError, Region
 from aionn.remote.calls import Fd, HalCall, LentMemory
 from aionn.remote.control import (
@@ -84,9 +84,11 @@ class Descriptors:
 
     Attributes:
         lost: the kernel has dropped the descriptors, because this process has too many open files.
+        sealed: memory among them must be sealed, because the peer is one of many.
     """
 
-    def __init__(self, fds: Sequence[int] = (), *, lost: bool = False) -> None:
+    def __init__(self, fds: Sequence[int] = (), *, lost: bool = False, sealed: bool = False) -> None:
+        self.sealed = sealed
         self._open = set(fds)
         self._unnamed = iter(fds)
         self.lost = lost
@@ -137,6 +139,9 @@ class Descriptors:
         check_description(description)
         if reserved:
             check_reserved(lent.fd, description)
+        if self.sealed:
+            self.check_arrived()
+            check_sealed(lent.fd, description)
         try:
             return Region.attach(self.take(lent.fd), description, access)
         except CallerError as error:
@@ -165,7 +170,10 @@ class ControlSocket:
         loop: Loop | None = None,
         most_per_second: int = 0,
     ) -> None:
-        """`most_per_second`: so many messages are taken in within a second. Further ones wait in the socket. 0: all are."""
+        """`most_per_second`: so many messages are taken in within a second. Further ones wait in the socket.
+
+        It is given for a peer that is one of many, and must not harm the others. So its memory must be sealed, too. 0: the only peer.
+        """
         self._most_per_second, self._second, self._taken_in = most_per_second, 0.0, 0
         self._held_back = False
         self._loop = loop or running_loop()
@@ -294,7 +302,7 @@ class ControlSocket:
             Descriptors(fds).close()
             self._received.append(Descriptors(lost=True))
         elif fds:
-            self._received.append(Descriptors(fds))
+            self._received.append(Descriptors(fds, sealed=self._most_per_second > 0))
         if not chunk:
             return False
         self._incoming += chunk
