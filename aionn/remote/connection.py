@@ -174,8 +174,7 @@ class ControlSocket:
 
         It is given for a peer that is one of many, and must not harm the others. So its memory must be sealed, too. 0: the only peer.
         """
-        self._most_per_second, self._second, self._taken_in = most_per_second, 0.0, 0
-        self._held_back = False
+        self._most_per_second, self._second, self._taken_in, self._held_back = most_per_second, 0.0, 0, False
         self._loop = loop or running_loop()
         sock.setblocking(False)
         self._socket = sock
