@@ -159,6 +159,19 @@ def ps(*, socket: Socket = None, json: Json = False) -> None:
     show(socket, json)
 
 
+@app.command
+def evict(key: str = "", /, *, socket: Socket = None, json: Json = False) -> None:
+    """Free models that no app of the service holds. They go by themselves after 300 seconds.
+
+    Args:
+        key: The model's key, as `aionn ps` prints it. Default: all that no app holds.
+        socket: Path of the service's socket. Default: $XDG_RUNTIME_DIR/aionn/service.sock.
+    """
+    from aionn.cli.service import evict as free
+
+    free(socket, key, json)
+
+
 @app.command(name="serve-http")
 def serve_http(
     *model: str,

@@ -10,18 +10,21 @@ import socket
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import TypeVar
 
 import uvloop
 from msgspec.structs import asdict
 
-from aionn.cli.printing import NotDoneError, duration, print_json, print_table
+from aionn.cli.printing import NotDoneError, duration, print_json, print_table, size
 from aionn.driver.beginning import raise_file_limit
 from aionn.errors import AionnError, CallerError
 from aionn.remote.attaching import service_path
-from aionn.remote.calls import ReadService, ServiceFacts, TakeOver
+from aionn.remote.calls import Evict, HalCall, ReadService, TakeOver
 from aionn.runtime.processes.handed import ServiceLink
 from aionn.runtime.processes.spawning import checked_state_dir
 from aionn.service.listening import Listening, inherited, listen
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,11 +98,19 @@ def show(path: str | None, as_json: bool) -> None:
         NotDoneError: no service can be asked.
     """
     try:
-        facts = uvloop.run(_facts(os.path.abspath(path) if path else service_path()))
+        facts = uvloop.run(_asked(_path(path), ReadService()))
     except AionnError as error:
         raise NotDoneError(str(error)) from error
     if as_json:
-        print_json({**asdict(facts), "drivers": [{**asdict(each), "guests": list(map(asdict, each.guests))} for each in facts.drivers]})
+        print_json(
+            {
+                **asdict(facts),
+                "drivers": [
+                    {**asdict(each), "guests": list(map(asdict, each.guests)), "models": list(map(asdict, each.models))}
+                    for each in facts.drivers
+                ],
+            }
+        )
         return
     rows = [
         (str(guest.guest or "?"), driver.device, str(driver.pid), str(guest.models), str(guest.bursts), str(guest.buffers))
@@ -108,13 +119,39 @@ def show(path: str | None, as_json: bool) -> None:
     ]
     title = f"service {facts.pid} (aionn {facts.release}), {len(facts.apps)} attached, for {duration(facts.seconds)}"
     print_table(title, ("app", "device", "driver", "models", "bursts", "buffers"), rows)
+    models = [
+        (each.key, each.label, driver.device, size(each.size_bytes), str(len(each.apps)), str(each.executions), duration(each.idle_s))
+        for driver in facts.drivers
+        for each in driver.models
+    ]
+    print_table("models", ("key", "model", "device", "size", "apps", "executions", "idle for"), models)
 
 
-async def _facts(path: str) -> ServiceFacts:
+def evict(path: str | None, key: str, as_json: bool) -> None:
+    """Free models that no app holds.
+
+    Raises:
+        NotDoneError: no service can be asked.
+    """
+    try:
+        count = uvloop.run(_asked(_path(path), Evict(key)))
+    except AionnError as error:
+        raise NotDoneError(str(error)) from error
+    if as_json:
+        print_json({"freed": count})
+    else:
+        print(f"{count} models were freed")
+
+
+def _path(path: str | None) -> str:
+    return os.path.abspath(path) if path else service_path()
+
+
+async def _asked(path: str, call: HalCall[T]) -> T:
+    """Return the service's answer to a call."""
     link = ServiceLink(path, lambda: None)
     try:
-        connection = await link.attach()
-        facts, _ = await connection.call(ReadService())
-        return facts
+        answer, _ = await (await link.attach()).call(call)
+        return answer
     finally:
         link.end()

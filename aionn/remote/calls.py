@@ -180,13 +180,34 @@ class ConnectedDriver(ControlMessage, frozen=True):
     started_ns: int
 
 
+class SharedModelFacts(ControlMessage, frozen=True):
+    """An executable that a shared driver keeps for its apps.
+
+    Attributes:
+        key: the first 16 hexadecimal digits of the digest of its identity; see `driver.sharing.CompiledIdentity`.
+        label: a short name, which an app has given.
+        size_bytes: of its weights, or of its cache files.
+        apps: the numbers of the apps that hold it.
+        executions: how many of them have finished so far.
+        idle_s: for how many seconds no app has held it, or 0.
+    """
+
+    key: str
+    label: str
+    size_bytes: int
+    apps: tuple[int, ...]
+    executions: int
+    idle_s: float
+
+
 class DriverFacts(ControlMessage, frozen=True):
-    """One driver of the service."""
+    """One driver of the service, the apps that use it, and the models that it keeps for them."""
 
     device: str
     pid: int
     when_idle: bool
     guests: tuple[GuestFacts, ...]
+    models: tuple[SharedModelFacts, ...] = ()
 
 
 class ServiceFacts(ControlMessage, frozen=True):
@@ -334,26 +355,6 @@ class CopyTo(HalCall[None], frozen=True):
 
 class FreeBuffer(HalCall[None], frozen=True):
     token: int
-
-
-class SharedModelFacts(ControlMessage, frozen=True):
-    """An executable that a shared driver keeps for its apps.
-
-    Attributes:
-        key: the first 16 hexadecimal digits of the digest of its identity; see `driver.sharing.CompiledIdentity`.
-        label: a short name, which an app has given.
-        size_bytes: of its weights, or of its cache files.
-        apps: the numbers of the apps that hold it.
-        executions: how many of them have finished so far.
-        idle_s: for how many seconds no app has held it, or 0.
-    """
-
-    key: str
-    label: str
-    size_bytes: int
-    apps: tuple[int, ...]
-    executions: int
-    idle_s: float
 
 
 class ListShared(HalCall[tuple[SharedModelFacts, ...]], frozen=True):

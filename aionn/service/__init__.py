@@ -1,6 +1,7 @@
 """One service for all apps of a user: it owns drivers, and hands apps connections to them (`aionn serve`).
 
     listening    the socket on which the service listens: made, inherited from systemd, or taken over from another service
+    quarantine   models that end their drivers again and again
     server       `Service`: the apps that are attached, and the drivers for each of their settings
 
 An app's `Runtime(service=)` asks the service for a driver and then speaks with the driver itself. So no frame and no model passes the

@@ -17,7 +17,9 @@ import logging
 import os
 import socket
 import time
+from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import anyio
 import msgspec
@@ -33,10 +35,13 @@ from aionn.remote.calls import (
     Drain,
     DriverFacts,
     EndGuest,
+    Evict,
     Fd,
     GuestFacts,
     Guests,
     HalCall,
+    ListShared,
+    Quarantine,
     ReadService,
     ServiceFacts,
     TakenOver,
@@ -44,12 +49,14 @@ from aionn.remote.calls import (
 )
 from aionn.remote.connection import Connection, Descriptors
 from aionn.remote.control import PROTOCOL, ControlError, Refused, ServiceReady, failure_of
+from aionn.remote.device import RemoteDevice
 from aionn.runtime.health import checked_policy
 from aionn.runtime.open_runtime import OpenRuntime
 from aionn.runtime.processes.devices import Device, devices_of, serving
 from aionn.runtime.processes.spawning import DEFAULT_HANG_S, Settings, checked_driver_env, checked_sandbox
 from aionn.runtime.runtime import import_needed
 from aionn.service.listening import Listening
+from aionn.service.quarantine import Suspects
 from aionn.tasks import OwnedTasks
 
 logger = logging.getLogger("aionn.service")
@@ -133,6 +140,8 @@ class Service:
         self._runtimes: dict[bytes, OpenRuntime] = {}
         self._opening = asyncio.Lock()
         self._unused_since: dict[int, float] = {}
+        self._suspects = Suspects()
+        self._watched: WeakSet[RemoteDevice] = WeakSet()
         self._stop = asyncio.Event()
         self.tasks = OwnedTasks(self._close, "service")
 
@@ -211,6 +220,8 @@ class Service:
                 await self._connect(app, call_id, body)
             case ReadService():
                 app.connection.reply(call_id, await self._facts())
+            case Evict(key=key):
+                app.connection.reply(call_id, await self._evict(key))
             case TakeOver():
                 self._hand_over(app, call_id)
             case _:
@@ -221,6 +232,10 @@ class Service:
         self._socket()  # another service may have taken over meanwhile
         device = opened.devices.find(body.device, Priority.LOW if body.when_idle else Priority.MEDIUM)
         remote = await opened.devices.live(device)
+        # An app may see the end of a driver before this process does. So the driver is asked for a sign of life.
+        while await self._guests_of(device) is None:
+            remote = await opened.devices.live(device)
+        self._watch(remote)
         pid, page, pidfd = device.pid, -1, remote.pidfd()
         try:
             if pid is None or pidfd < 0 or remote.page is None:
@@ -233,6 +248,15 @@ class Service:
             for fd in (pidfd, page):
                 if fd >= 0:
                     os.close(fd)
+
+    async def _evict(self, key: str) -> int:
+        """Free what no app holds. Returns how many executables went."""
+        count = 0
+        for _, device in self._devices():
+            if (remote := serving(device)) is not None:
+                freed, _ = await remote.connection.call(Evict(key))
+                count += freed
+        return count
 
     # --- drivers -----------------------------------------------------------------------------------------------------
 
@@ -263,6 +287,22 @@ class Service:
                 self._runtimes[key] = found
             return found
 
+    def _watch(self, remote: RemoteDevice) -> None:
+        """Let a driver refuse what is in quarantine, and note what it ran if it dies."""
+        if remote in self._watched:
+            return
+        self._watched.add(remote)
+        remote.connection.when_ended(self, partial(self._driver_ended, remote))
+        if refused := self._suspects.refused:
+            remote.connection.post(Quarantine(refused))
+
+    def _driver_ended(self, remote: RemoteDevice, error: BaseException) -> None:
+        if isinstance(error, CallerError) or remote.page is None or not self._suspects.died(remote.page.running_keys()):
+            return
+        for _, device in self._devices():
+            if (other := serving(device)) is not None and other is not remote:
+                other.connection.post(Quarantine(self._suspects.refused))
+
     def _devices(self) -> list[tuple[OpenRuntime, Device]]:
         """Return every device that has been asked for, with its runtime."""
         return [(opened, device) for opened in self._runtimes.values() for device in devices_of(opened.devices)]
@@ -283,9 +323,11 @@ class Service:
         pids = {app.number: app.pid for app in self._apps.values()}
         for _, device in self._devices():
             guests = await self._guests_of(device)
-            if guests is not None and device.pid is not None:
+            remote = serving(device)
+            if guests is not None and device.pid is not None and remote is not None:
+                models, _ = await remote.connection.call(ListShared())
                 known = tuple(msgspec.structs.replace(each, guest=pids.get(each.guest, 0)) for each in guests)
-                drivers.append(DriverFacts(device.name, device.pid, device.low_priority is None, known))
+                drivers.append(DriverFacts(device.name, device.pid, device.low_priority is None, known, models))
         seconds = time.monotonic() - self._began_s
         return ServiceFacts(os.getpid(), RELEASE, seconds, tuple(app.pid for app in self._apps.values()), tuple(drivers))
 

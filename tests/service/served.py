@@ -43,13 +43,20 @@ class Served:
     def log(self) -> str:
         return self._log.read_text(encoding="utf-8")
 
-    def facts(self) -> dict[str, Any]:
-        """What `aionn ps --json` says."""
-        printed = subprocess.run(
-            [sys.executable, "-m", "aionn", "ps", "--json", "--socket", self.path], check=True, stdout=subprocess.PIPE, timeout=60
-        )
+    def _said(self, command: str) -> dict[str, Any]:
+        arguments = [sys.executable, "-m", "aionn", command, "--json", "--socket", self.path]
+        printed = subprocess.run(arguments, check=True, stdout=subprocess.PIPE, timeout=60)
         found: dict[str, Any] = json.loads(printed.stdout)
         return found
+
+    def facts(self) -> dict[str, Any]:
+        """What `aionn ps --json` says."""
+        return self._said("ps")
+
+    def evicted(self) -> int:
+        """How many models `aionn evict` has freed."""
+        freed: int = self._said("evict")["freed"]
+        return freed
 
     def guests(self) -> list[dict[str, Any]]:
         return [guest for driver in self.facts()["drivers"] for guest in driver["guests"]]

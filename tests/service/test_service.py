@@ -290,3 +290,37 @@ async def test_nonsense_at_the_socket_ends_its_sender_alone(served: Served) -> N
             sender.close()
         await until(lambda: len(served.facts()["apps"]) <= 2)
         assert "Traceback" not in served.log
+
+
+async def test_the_third_death_by_one_model_puts_it_in_quarantine(served: Served) -> None:
+    """Another model on the same device goes on to be served."""
+    device = ["tests.service.crashing_engine:CrashingEngine"]
+    other = aionn.Model.from_onnx(identity_model({"input": SHAPE, "more": SHAPE}))
+    async with aionn.Runtime(service=served.path, start=()) as runtime:
+        compilation = await runtime.compile(MODEL, devices=device)
+        for _ in range(3):
+            await right(compilation.compute, 1)
+            with pytest.raises(aionn.DriverDiedError):
+                await compilation.compute({"input": np.full(SHAPE, 666, np.float32)})
+        with pytest.raises(aionn.ModelQuarantinedError) as caught, anyio.fail_after(60):
+            await compilation.compute({"input": np.zeros(SHAPE, np.float32)})
+        assert 0 < caught.value.until_s <= 600
+        harmless = await runtime.compile(other, devices=device)
+        outputs = await harmless.compute({"input": np.ones(SHAPE, np.float32), "more": np.ones(SHAPE, np.float32)})
+        assert (outputs["more_out"] == 1).all()
+
+
+async def test_ps_lists_models_and_evict_frees_what_no_app_holds(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
+    async with aionn.Runtime(service=served.path, start=()) as runtime:
+        kept = await runtime.compile(MODEL, devices=REFERENCE)
+        await right(kept.compute, 1)
+        (driver,) = served.facts()["drivers"]
+        (model,) = driver["models"]
+        assert model["executions"] >= 1
+        assert served.evicted() == 0
+    async with aionn.Runtime(service=served.path, start=()) as runtime:
+        await runtime.compile(MODEL, devices=REFERENCE)
+        assert pid_of(runtime) == driver["pid"]
+    await until(lambda: served.guests() == [])
+    assert served.evicted() == 1
+    assert served.facts()["drivers"][0]["models"] == []
