@@ -17,6 +17,7 @@ import logging
 import os
 import socket
 import time
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 from weakref import WeakSet
@@ -24,8 +25,9 @@ from weakref import WeakSet
 import anyio
 import msgspec
 
-from aionn.errors import AionnError, CallerError, ServiceDiedError
+from aionn.errors import AionnError, CallerError, DriverDiedError, ServiceDiedError
 from aionn.hal.types import Priority
+from aionn.hal.values import as_messages
 from aionn.needs import Needs
 from aionn.pages.layout import RELEASE
 from aionn.remote.attaching import peer_of, pidfd_of_peer
@@ -41,6 +43,9 @@ from aionn.remote.calls import (
     Guests,
     HalCall,
     ListShared,
+    Opened,
+    OpenModel,
+    Prepared,
     Quarantine,
     ReadService,
     ServiceFacts,
@@ -48,7 +53,7 @@ from aionn.remote.calls import (
     TakeOver,
 )
 from aionn.remote.connection import Connection, Descriptors
-from aionn.remote.control import PROTOCOL, ControlError, Refused, ServiceReady, failure_of
+from aionn.remote.control import ATTACHED, PROTOCOL, ControlError, Refused, ServiceReady, failure_of
 from aionn.remote.device import RemoteDevice
 from aionn.runtime.health import checked_policy
 from aionn.runtime.open_runtime import OpenRuntime
@@ -56,6 +61,7 @@ from aionn.runtime.processes.devices import Device, devices_of, serving
 from aionn.runtime.processes.spawning import DEFAULT_HANG_S, Settings, checked_driver_env, checked_sandbox
 from aionn.runtime.runtime import import_needed
 from aionn.service.listening import Listening
+from aionn.service.models import Models
 from aionn.service.quarantine import Suspects
 from aionn.tasks import OwnedTasks
 
@@ -86,16 +92,17 @@ class App:
         self.connection.greet(ServiceReady(PROTOCOL, RELEASE))
 
     def _call(self, call_id: int, body: HalCall[Any], descriptors: Descriptors) -> None:
-        descriptors.close()  # no call of an app brings any
-        self._service.tasks.start_soon(self._answer, call_id, body, name=type(body).__name__)
+        self._service.tasks.start_soon(self._answer, call_id, body, descriptors, name=type(body).__name__)
 
-    async def _answer(self, call_id: int, body: HalCall[Any]) -> None:
+    async def _answer(self, call_id: int, body: HalCall[Any], descriptors: Descriptors) -> None:
         try:
-            await self._service.answer(self, call_id, body)
+            await self._service.answer(self, call_id, body, descriptors)
         except Exception as error:  # every call is answered, and none ends the service
             if not isinstance(error, AionnError):
                 logger.exception("a call of app %d failed", self.pid)
             self.connection.reply_failure(call_id, error)
+        finally:
+            descriptors.close()
 
     def _socket_ended(self, error: Exception | None) -> None:
         """Forget the app. Its connections with drivers are its own, and end by themselves."""
@@ -141,6 +148,7 @@ class Service:
         self._opening = asyncio.Lock()
         self._unused_since: dict[int, float] = {}
         self._suspects = Suspects()
+        self._models = Models()
         self._watched: WeakSet[RemoteDevice] = WeakSet()
         self._stop = asyncio.Event()
         self.tasks = OwnedTasks(self._close, "service")
@@ -156,7 +164,7 @@ class Service:
                     await self._stop.wait()
                 await self._end_unused()
             if self._listening is None:
-                await self._drain()
+                await _drain(self._devices())
         finally:
             await self.tasks.aclose(CLOSE_S)
 
@@ -209,8 +217,8 @@ class Service:
             if (remote := serving(device)) is not None:
                 remote.connection.post(EndGuest(number))
 
-    async def answer(self, app: App, call_id: int, body: HalCall[Any]) -> None:
-        """Answer a call of an app.
+    async def answer(self, app: App, call_id: int, body: HalCall[Any], descriptors: Descriptors) -> None:
+        """Answer a call of an app. The caller closes the descriptors.
 
         Raises:
             AionnError: the answer.
@@ -218,6 +226,8 @@ class Service:
         match body:
             case ConnectDriver():
                 await self._connect(app, call_id, body)
+            case OpenModel():
+                await self._open(app, call_id, body, descriptors)
             case ReadService():
                 app.connection.reply(call_id, await self._facts())
             case Evict(key=key):
@@ -233,7 +243,7 @@ class Service:
         device = opened.devices.find(body.device, Priority.LOW if body.when_idle else Priority.MEDIUM)
         remote = await opened.devices.live(device)
         # An app may see the end of a driver before this process does. So the driver is asked for a sign of life.
-        while await self._guests_of(device) is None:
+        while await _guests_of(device) is None:
             remote = await opened.devices.live(device)
         self._watch(remote)
         pid, page, pidfd = device.pid, -1, remote.pidfd()
@@ -248,6 +258,24 @@ class Service:
             for fd in (pidfd, page):
                 if fd >= 0:
                     os.close(fd)
+
+    async def _open(self, app: App, call_id: int, body: OpenModel, descriptors: Descriptors) -> None:
+        descriptors.check_arrived()
+        opened = await self._runtime_for(ConnectDriver("", False, "auto", 0, {}))
+        prepared = await self._models.prepared(opened, body, body.file)
+        self._socket()
+        remote = prepared.device
+        self._watch(remote)
+        pidfd = remote.pidfd()
+        try:
+            if pidfd < 0:
+                raise DriverDiedError(remote.name, None)
+            with remote.connection.attach(prepared.number, app.number) as sock:
+                message = Prepared(ATTACHED, as_messages(prepared.inputs), as_messages(prepared.outputs), instances=prepared.instances)
+                app.connection.reply(call_id, Opened(Fd(sock.fileno()), Fd(pidfd), message, remote.name))
+        finally:
+            if pidfd >= 0:
+                os.close(pidfd)
 
     async def _evict(self, key: str) -> int:
         """Free what no app holds. Returns how many executables went."""
@@ -307,22 +335,11 @@ class Service:
         """Return every device that has been asked for, with its runtime."""
         return [(opened, device) for opened in self._runtimes.values() for device in devices_of(opened.devices)]
 
-    async def _guests_of(self, device: Device) -> tuple[GuestFacts, ...] | None:
-        """Return who uses the driver of a device, or None if it has none."""
-        remote = serving(device)
-        if remote is None:
-            return None
-        try:
-            guests, _ = await remote.connection.call(Guests())
-        except AionnError:
-            return None  # it has ended meanwhile
-        return guests
-
     async def _facts(self) -> ServiceFacts:
         drivers = []
         pids = {app.number: app.pid for app in self._apps.values()}
         for _, device in self._devices():
-            guests = await self._guests_of(device)
+            guests = await _guests_of(device)
             remote = serving(device)
             if guests is not None and device.pid is not None and remote is not None:
                 models, _ = await remote.connection.call(ListShared())
@@ -335,7 +352,7 @@ class Service:
         """End drivers that have had no guest for a while, and settings without drivers."""
         now_s = time.monotonic()
         for opened, device in self._devices():
-            guests = await self._guests_of(device)
+            guests = await _guests_of(device)
             if guests is None or device.pid is None:
                 continue
             if guests:
@@ -360,13 +377,6 @@ class Service:
                 self.remove(other)  # it attaches to the other service when it needs a driver
         self.end()
 
-    async def _drain(self) -> None:
-        """Wait until no driver has a guest any more."""
-        async with anyio.create_task_group() as draining:
-            for _, device in self._devices():
-                if (remote := serving(device)) is not None:
-                    draining.start_soon(_drained, remote.connection)
-
     async def _close(self) -> None:
         if self._listening is not None:
             asyncio.get_running_loop().remove_reader(self._listening.sock.fileno())
@@ -375,6 +385,26 @@ class Service:
             self.remove(app)
         for opened in self._runtimes.values():
             await opened.aclose()
+
+
+async def _guests_of(device: Device) -> tuple[GuestFacts, ...] | None:
+    """Return who uses the driver of a device, or None if it has none."""
+    remote = serving(device)
+    if remote is None:
+        return None
+    try:
+        guests, _ = await remote.connection.call(Guests())
+    except AionnError:
+        return None  # it has ended meanwhile
+    return guests
+
+
+async def _drain(devices: Iterable[tuple[OpenRuntime, Device]]) -> None:
+    """Wait until no driver has a guest any more."""
+    async with anyio.create_task_group() as draining:
+        for _, device in devices:
+            if (remote := serving(device)) is not None:
+                draining.start_soon(_drained, remote.connection)
 
 
 async def _drained(connection: Connection) -> None:

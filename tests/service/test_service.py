@@ -324,3 +324,34 @@ async def test_ps_lists_models_and_evict_frees_what_no_app_holds(served: Served,
     await until(lambda: served.guests() == [])
     assert served.evicted() == 1
     assert served.facts()["drivers"][0]["models"] == []
+
+
+async def test_a_thread_attaches_without_an_event_loop(served: Served, silero_path: Path, folder: Path) -> None:
+    model = folder / "model.onnx"
+    model.write_bytes(identity_model({"input": SHAPE}))
+
+    def attached() -> None:
+        with (
+            aionn.blocking.attach(model, devices=REFERENCE, service=served.path) as first,
+            aionn.blocking.attach(model, devices=REFERENCE, service=served.path) as second,
+        ):
+            for number, burst in enumerate((first, second, first)):
+                assert (burst.compute({"input": np.full(SHAPE, number, np.float32)})["input_out"] == number).all()
+            assert sum(guest["models"] for guest in served.guests()) == 2
+        with aionn.blocking.attach(silero_path, service=served.path) as burst:
+            outputs = burst.compute({"input": np.zeros((1, 576), np.float32), "state": np.zeros((2, 1, 128), np.float32)})
+            assert outputs["output"].shape == (1, 1)
+
+    await anyio.to_thread.run_sync(attached)
+    await until(lambda: served.guests() == [])
+
+
+def test_a_threads_client_says_what_is_wrong(served: Served, folder: Path) -> None:
+    broken = folder / "broken.onnx"
+    broken.write_bytes(b"this is no model")
+    with pytest.raises(aionn.CallerError):
+        aionn.blocking.attach(broken, service=served.path)
+    with pytest.raises(aionn.CallerError, match="options has 'colour'; expected some of preference"):
+        aionn.blocking.attach(broken, service=served.path, options={"colour": 1})
+    with pytest.raises(aionn.DeviceUnavailableError, match="nope"):
+        aionn.blocking.attach(broken, service=served.path, devices=["nope"])
