@@ -66,8 +66,6 @@ def attach(
 
     The call waits until the service has the model prepared. The first app of a model waits for its compilation.
 
-    The service must answer the call `OpenModel`. `aionn serve` does not answer it yet, and this function raises `CallerError` there.
-
     Args:
         model: the path of a model's file, or its bytes. The service gets a descriptor and no path.
         name: of the model and of the burst, for people. None is the name of the file.
