@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 import aionn
+import aionn.blocking
 from aionn.remote.control import PROTOCOL, ServiceReady, encode
 from aionn.service.listening import listen
 from aionn.testing import identity_model
