@@ -14,6 +14,7 @@ import onnx.parser
 import pytest
 
 import aionn
+from aionn.runtime.compilation import parts_of
 from aionn.runtime.executing.link import Link
 from aionn.testing import FakeDevice, identity_model
 from tests.leaks import leak_check
@@ -243,6 +244,33 @@ async def test_a_first_step_that_needs_more_room_is_waited_for(sent: list[int]) 
             np.testing.assert_array_equal((await after)["y"], [4000])
             np.testing.assert_array_equal((await before)["y"], x)
     assert len(sent) == 4, "one of them was not sent again, so this shows nothing"
+
+
+async def test_a_first_step_that_only_the_app_finds_wrong_fails_the_second_one() -> None:
+    """The driver has run both. The second answer is taken first, and settles nothing yet."""
+    text = '<ir_version: 8, opset_import: ["" : 17]> g (float[a, b] x) => (float[p, q] y) { y = Transpose(x) }'
+    turning = aionn.Model.from_onnx(onnx.parser.parse_model(text).SerializeToString())
+    async with aionn.Runtime() as runtime:
+        first, second = [await runtime.compile(each, devices=("reference",)) for each in (turning, model())]
+        await connected(first, second)
+        starts = parts_of(second).starts
+        with aionn.Memory.allocate(64) as between, aionn.Memory.allocate(64) as end:
+            await first.start({"x": X}, outputs={"y": between.shaped((16, 1))})
+            await second.start({"x": X}, outputs={"y": end})
+            wrong = after = None
+            while after is None or wrong is None or wrong.done():  # an answer may come while the request is being sent
+                wrong = first.start({"x": X}, outputs={"y": between.shaped((2, 8))})
+                after = second.start({"x": X + 1}, outputs={"y": end}, after=(wrong,))
+            wait_without_the_loop(end, X + 1)
+            link = starts.connection.link
+            assert link is not None
+            while link.in_flight:
+                link.controller.caller.event()
+            assert not after.done()
+            with pytest.raises(aionn.ExecutionError, match=r"shape \(16, 1\).*\(2, 8\)"):
+                await wrong
+            with pytest.raises(aionn.ExecutionError, match=wrong.name):
+                await after
 
 
 async def test_a_swap_between_two_steps(sent: list[int]) -> None:
