@@ -14,6 +14,7 @@ import onnx.parser
 import pytest
 
 import aionn
+from aionn.driver.prepared_model import LANES
 from aionn.runtime.compilation import parts_of
 from aionn.runtime.executing.link import Link
 from aionn.testing import FakeDevice, identity_model
@@ -21,6 +22,8 @@ from tests.leaks import leak_check
 from tests.scaled_model import scaled_model
 
 pytestmark = [pytest.mark.anyio, pytest.mark.both_loops]
+
+waits_in_driver = pytest.mark.skipif(not LANES, reason="without lanes the app waits, and sends the second step then")
 
 X = np.arange(16, dtype=np.float32)[None]
 ORT = "onnxruntime"
@@ -71,6 +74,7 @@ def wait_without_the_loop(memory: aionn.Memory, expected: Any, timeout_s: float 
         os.sched_yield()
 
 
+@waits_in_driver
 async def test_three_steps_run_while_the_apps_loop_stands_still(sent: list[int], fake: FakeDevice, fakes: list[aionn.Compilation]) -> None:
     with aionn.Memory.allocate(64) as one, aionn.Memory.allocate(64) as two, aionn.Memory.allocate(64) as three:
         for turn in range(4):
@@ -202,6 +206,7 @@ async def test_closing_a_compilation_ends_the_chain(fake: FakeDevice, fakes: lis
     np.testing.assert_array_equal((await third.start({"x": X}))["y"], X)
 
 
+@waits_in_driver
 async def test_device_memory_lies_between_two_steps(sent: list[int]) -> None:
     async with leak_check(), aionn.Runtime() as runtime:
         first, second = [await runtime.compile(double(), devices=(ORT,)) for _ in range(2)]
@@ -246,6 +251,7 @@ async def test_a_first_step_that_needs_more_room_is_waited_for(sent: list[int]) 
     assert len(sent) == 4, "one of them was not sent again, so this shows nothing"
 
 
+@waits_in_driver
 async def test_a_first_step_that_only_the_app_finds_wrong_fails_the_second_one() -> None:
     """The driver has run both. The second answer is taken first, and settles nothing yet."""
     text = '<ir_version: 8, opset_import: ["" : 17]> g (float[a, b] x) => (float[p, q] y) { y = Transpose(x) }'
