@@ -388,10 +388,8 @@ class Started(Execution):
         try:
             if isinstance(found, FencedResult):
                 self._take(serving, found)
-            elif uses_states and isinstance(found, DriverDiedError):
-                settle(self.event, lost_with(found.device, found))
             else:
-                settle(self.event, found)
+                settle(self.event, lost_with(found.device, found) if uses_states and isinstance(found, DriverDiedError) else found)
         except Exception as error:  # an error here would end the driver's connection
             settle(self.event, error)
 
