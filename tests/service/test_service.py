@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import struct
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -18,6 +19,9 @@ import pytest
 import aionn
 import aionn.blocking
 from aionn.remote.control import PROTOCOL, ServiceReady, encode
+from aionn.remote.device import RemoteDevice
+from aionn.runtime.processes import devices
+from aionn.runtime.processes.process import DriverProcess
 from aionn.service.listening import listen
 from aionn.testing import identity_model
 from tests.leaks import driver_pids, leak_check
@@ -356,3 +360,25 @@ def test_a_threads_client_says_what_is_wrong(served: Served, folder: Path) -> No
         aionn.blocking.attach(broken, service=served.path, options={"colour": 1})
     with pytest.raises(aionn.DeviceUnavailableError, match="nope"):
         aionn.blocking.attach(broken, service=served.path, devices=["nope"])
+
+
+async def test_the_greeting_of_an_old_driver_is_waited_for_from_now_on(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time for a start counts from the moment at which the driver was handed over, not from the start of its process."""
+    async with aionn.Runtime(service=served.path, start=()) as first:
+        kept = await first.compile(MODEL, devices=REFERENCE)
+        began_s = time.monotonic()
+        await right(kept.compute, 1)
+        await until(lambda: time.monotonic() - began_s > 5.0)
+        waits_s: list[float] = []
+
+        class Noted(DriverProcess):
+            async def ready(self) -> RemoteDevice:
+                waits_s.append(time.monotonic() - self.life.started_ns / 1e9)
+                return await super().ready()
+
+        monkeypatch.setattr(devices, "DriverProcess", Noted)
+        async with aionn.Runtime(service=served.path, start=()) as second:
+            await right((await second.compile(MODEL, devices=REFERENCE)).compute, 2)
+            assert pid_of(first) == pid_of(second)
+        assert len(waits_s) == 1
+        assert waits_s[0] < 4.0

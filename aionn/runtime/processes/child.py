@@ -53,10 +53,12 @@ class Child:
         exit_code: of the process that has ended, or minus the signal that ended it. None if it is not known.
         is_shared: whether it is a child of another process, which this app cannot end.
         page: the descriptor of its statistics page if that came before its greeting, or -1.
+        started_ns: when another process started it, in CLOCK_MONOTONIC, or 0 if this app did.
     """
 
     is_shared = False
     page = -1
+    started_ns = 0
 
     def __init__(self, pid: int, pidfd: int, output: Output, exited: Callable[[], None], exports: str = "") -> None:
         """Take over the pidfd and the output. `exited` is called when the process has ended, until `reap` or `end` has been called.

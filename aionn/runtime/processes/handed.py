@@ -14,6 +14,7 @@ import os
 import select
 import signal
 import socket
+import time
 from collections.abc import Callable
 
 from aionn.errors import AionnError, DeviceUnavailableError, ServiceDiedError
@@ -36,12 +37,12 @@ class HandedChild(Child):
 
     is_shared = True
 
-    def __init__(self, pid: int, pidfd: int, page: int, exited: Callable[[], None]) -> None:
+    def __init__(self, pid: int, pidfd: int, page: int, started_ns: int, exited: Callable[[], None]) -> None:
         """Take over the descriptors. `exited` is called when the process has ended, or when the app lets it go."""
         self.pid = pid
         self.exit_code = None
         self._pidfd = pidfd
-        self.page = page
+        self.page, self.started_ns = page, started_ns
         self._exited = exited
         self._let_go = False
         self._loop = running_loop()
@@ -91,14 +92,16 @@ class Handed:
     """A driver that the service has handed to this app. Its owner makes a child of it, or calls `end`. As `Spawned`.
 
     Attributes:
-        pid, started_ns: of the driver process.
+        pid: of the driver process.
+        started_ns: when it was handed over, from which its greeting is waited for. The process may be much older.
         sock: the app's end of its connection with the driver.
     """
 
     exports = ""
 
     def __init__(self, driver: ConnectedDriver, descriptors: Descriptors) -> None:
-        self.pid, self.started_ns = driver.pid, driver.started_ns
+        self.pid, self.started_ns = driver.pid, time.monotonic_ns()
+        self._since_ns = driver.started_ns
         self.sock = socket.socket(fileno=descriptors.take(driver.socket))
         self._fds = [descriptors.take(driver.pidfd), descriptors.take(driver.page)]
         leave_in_child(self)
@@ -106,7 +109,7 @@ class Handed:
     def child(self, exited: Callable[[], None]) -> HandedChild:
         """Return the process, which takes over the descriptors. The socket is the caller's from now on."""
         (pidfd, page), self._fds = self._fds, []
-        return HandedChild(self.pid, pidfd, page, exited)
+        return HandedChild(self.pid, pidfd, page, self._since_ns, exited)
 
     def end(self) -> None:
         """Let the driver go, unless it was taken over."""

@@ -177,7 +177,9 @@ class DriverProcess:
             if page < 0 and not greeting.page:
                 raise ControlError("the driver's greeting came without a statistics page")
             try:
-                self._page = PageReader(page if page >= 0 else descriptors.take(greeting.page[0]), self.life.started_ns)
+                self._page = PageReader(
+                    page if page >= 0 else descriptors.take(greeting.page[0]), self._child.started_ns or self.life.started_ns
+                )
             except LayoutError as error:
                 raise ControlError(str(error)) from error
             if not self._child.is_shared:  # an app may only read the page of a driver of others
