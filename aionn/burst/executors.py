@@ -109,9 +109,9 @@ class Bodies:
         self._last: tuple[Result | None, bytes] = (None, b"")
 
     def of(self, result: Result) -> bytes:
-        """Return the encoded answer. The same `Result` mostly comes again."""
+        """Return the encoded answer. The same `Result` mostly comes again, or one that is equal where shapes are open."""
         known, body = self._last
-        if known is result:
+        if known is result or known == result:  # to compare takes a hundredth of the time to encode
             return body
         try:
             body = encode_result_body(result, framed=True)

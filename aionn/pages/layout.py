@@ -51,9 +51,9 @@ KEY = 10
 """The key of the slot's model, or 0: the first 8 bytes of the digest of its identity, in a driver that apps share."""
 BUCKETS = 90
 
-JOIN_RUNS, JOIN_ROWS, JOIN_MOST, JOIN_OFF, JOIN_NOW = range(5, 10)
-"""Of a model whose requests may be joined, in one of its slots: runs for bursts and their rows; how many rows are joined at most now; 1
-after a joined run has shown that rows do not stay apart; joined runs in progress. All are 0 for another model."""
+JOIN_ROWS, JOIN_MOST, JOIN_OFF, JOIN_NOW = range(6, 10)
+"""Of a model whose requests may be joined, in one of its slots: the rows of runs that have several; how many rows are joined at most
+now; 1 after a joined run has shown that rows do not stay apart; joined runs in progress. All are 0 for another model."""
 
 SIZES = 7
 SIZE_RUNS, SIZE_ROW_NS = HISTOGRAM + BUCKETS, HISTOGRAM + BUCKETS + SIZES
@@ -155,7 +155,9 @@ def activity(words: Sequence[int], started_ns: int = 0) -> Activity:
         done = words[at + FINISHED]  # before `begun`, so that an execution that begins and ends meanwhile is not missed
         begun = words[at + BEGUN]
         finished += done
-        runs, rows = runs + words[at + JOIN_RUNS], rows + words[at + JOIN_ROWS]
+        if words[at + JOIN_MOST]:
+            more = _runs_and_rows(words, at)
+            runs, rows = runs + more[0], rows + more[1]
         ended_ns = max(ended_ns, words[at + ENDED])
         if begun > done:
             executing.append(ShownExecution(slot, begun, words[at + SINCE]))
@@ -180,7 +182,13 @@ def joined_runs(words: Sequence[int], model: int) -> JoinedRuns | None:
         return None
     at = max(firsts, key=lambda first: words[first + JOIN_MOST])
     sizes = (tuple(words[at + first + size] for size in range(SIZES)) for first in (SIZE_RUNS, SIZE_ROW_NS))
-    return JoinedRuns(words[at + JOIN_RUNS], words[at + JOIN_ROWS], words[at + JOIN_MOST], bool(words[at + JOIN_OFF]), *sizes)
+    return JoinedRuns(*_runs_and_rows(words, at), words[at + JOIN_MOST], bool(words[at + JOIN_OFF]), *sizes)
+
+
+def _runs_and_rows(words: Sequence[int], at: int) -> tuple[int, int]:
+    """Return how many runs a slot shows, and their rows. Single runs are counted once, as runs of the first size."""
+    runs = words[at + SIZE_RUNS : at + SIZE_RUNS + SIZES]
+    return sum(runs), words[at + JOIN_ROWS] + runs[0]
 
 
 def joining_models(words: Sequence[int]) -> frozenset[int]:

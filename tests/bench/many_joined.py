@@ -45,7 +45,7 @@ async def joined(report: Report, options: Options) -> None:
         found: Lanes = {"to_thread": [], "aionn": []}
         async with ticking() as ticks:
             for _ in range(options.rounds):
-                async with bursts(subject, 64, batch=BATCH) as (opened, pid):
+                async with bursts(subject, 64, batch=BATCH, threads=1) as (opened, pid):
                     for _ in range(LEARN):
                         await asyncio.gather(*(burst.compute(subject.inputs[0]) for burst in opened[:16]))
                     contenders = [Crowd("to_thread", [threaded(subject)] * 64), Crowd("aionn", [burst.compute for burst in opened], pid)]

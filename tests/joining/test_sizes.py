@@ -90,3 +90,13 @@ def test_a_wrong_verdict_of_a_disturbed_moment_is_corrected_soon() -> None:
     grown(sizes, lambda rows: 20 * silero(rows), TRIES)  # another process had the CPUs
     assert sizes.most == 1
     assert max(grown(sizes, silero, FIRST_RETRY_RUNS + 6 * TRIES)) == 16
+
+
+def test_a_run_stands_for_those_that_are_not_timed() -> None:
+    sizes = Sizes(Batching(max_rows=8))
+    tries = [sizes.tries_single]
+    grown(sizes, detector, 3 * TRIES)
+    tries.append(sizes.tries_single)
+    for _ in range(FIRST_RETRY_RUNS // 8):
+        sizes.note(1, int(detector(1)), 8)
+    assert [*tries, sizes.tries_single] == [True, False, True]  # then it is time to look again

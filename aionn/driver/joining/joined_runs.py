@@ -20,7 +20,6 @@ Invariants
 from __future__ import annotations
 
 import logging
-import struct
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -44,10 +43,8 @@ from aionn.pages import layout as words_of
 
 logger = logging.getLogger("aionn.driver")
 
-_SHOW = struct.Struct("=3Q").pack_into
-"""Writes JOIN_RUNS, JOIN_ROWS and JOIN_MOST, which are neighbours."""
-_SHOWN_EVERY = 16
-"""After so many single runs their mean time is shown again."""
+_TIMED_EVERY = 8
+"""One of so many single runs is timed, except while single runs are tried. A lone caller pays for each look at the clock."""
 _ALIGNMENT = 64
 _MOST_BATCHES = 256
 """A lane keeps arrays for so many sizes of joined runs, then makes them anew."""
@@ -93,10 +90,10 @@ class Joining:
         self.axes, self.sizes = axes, Sizes(batching)
         self.off = axes.reason
         self._words = memoryview(bytearray(8 * words_of.SLOT_WORDS)).cast("Q") if words is None else words
-        self._bytes = self._words.cast("B")
-        self._runs = self._rows = self._expected_ns = 0
+        self._expected_ns = 0
+        self._untimed = 0  # so many single runs to come are not timed
         self._words[words_of.JOIN_MOST] = 1 if self.off else self.sizes.most
-        self._batching, self._device = batching, device
+        self._batching, self._device, self._wait_ns = batching, device, 1000 * batching.max_wait_us
         self._inputs, self._outputs = dict(axes.inputs), dict(axes.outputs)
         self._layouts: dict[object, Layout] = {}
         self._kinds: dict[object, int] = {}
@@ -105,7 +102,6 @@ class Joining:
     def leave_page(self) -> None:
         """Write no more to the page, because the slot gets another model. A run that still goes on is not shown."""
         self._words = memoryview(bytearray(8 * words_of.SLOT_WORDS)).cast("Q")
-        self._bytes = self._words.cast("B")
 
     # ---- when a request is bound ----------------------------------------------------------------------------------------
 
@@ -139,35 +135,43 @@ class Joining:
     def run(self, lane: Lane, native: NativeLane, first: Bound) -> bytes | list[bytes]:
         """Run the request that a lane has taken, together with what has piled up. Return the answer of each."""
         execution: Any = first.execution
-        sizes = self.sizes
-        taken_ns = time.monotonic_ns() if trace.active else 0
-        if execution.kind and sizes.most > 1 and not self.off:
-            most = self._most_by(native.deadline_ns)
+        most = self.sizes.most
+        if most > 1 and execution.kind and not self.off:
+            if native.deadline_ns:
+                most = self._most_by(native.deadline_ns)
             requests = most // execution.rows if execution.rows > 1 else most
             if requests > 1:
-                until_ns = time.monotonic_ns() + 1000 * self._batching.max_wait_us if self._batching.max_wait_us else 0
+                until_ns = time.monotonic_ns() + self._wait_ns if self._wait_ns else 0
                 more = native.join(requests - 1, self._expected_ns, until_ns)
                 if more:
-                    return self._run_all(lane, [first, *more], taken_ns)
-        return self._run_alone(lane, first)
+                    return self._run_all(lane, [first, *more], until_ns - self._wait_ns if until_ns else time.monotonic_ns())
+        return self._run_alone(lane, first)  # the way of a lone caller, who pays for each call here
 
     def _most_by(self, deadline_ns: int) -> int:
         """Return how many rows may be joined to a request with that deadline."""
         most = self.sizes.most
-        if deadline_ns:
-            left_ns = deadline_ns - time.monotonic_ns()
-            while most > 1 and self.sizes.run_ns(most) > left_ns:
-                most //= 2
+        left_ns = deadline_ns - time.monotonic_ns()
+        while most > 1 and self.sizes.run_ns(most) > left_ns:
+            most //= 2
         return most
 
     def _run_alone(self, lane: Lane, bound: Bound) -> bytes:
+        rows: int = getattr(bound.execution, "rows", 1)
+        if rows == 1 and self._untimed > 0:  # lanes count down at the same time
+            self._untimed -= 1
+            answer = bound(lane)
+            self._words[words_of.SIZE_RUNS] += 1
+            return answer
         began_ns = time.monotonic_ns()
         answer = bound(lane)
-        self._count(getattr(bound.execution, "rows", 1), time.monotonic_ns() - began_ns)
+        took_ns = time.monotonic_ns() - began_ns
+        if rows == 1 and not self.sizes.tries_single:
+            self._untimed = _TIMED_EVERY - 1
+        self._count(rows, took_ns, 1 + self._untimed)
         return answer
 
     def _run_all(self, lane: Lane, bounds: Sequence[Bound], taken_ns: int) -> list[bytes]:
-        """Run these requests. `taken_ns`: when the lane took the first one, if that is traced."""
+        """Run these requests. `taken_ns`: when the lane had taken the first one."""
         answers: dict[int, bytes] = {}
         left = list(enumerate(bounds))
         while left:
@@ -273,7 +277,7 @@ class Joining:
                 began_ns,
                 ended_ns,
                 rows=rows,
-                waited_us=(began_ns - (taken_ns or began_ns)) // 1000,
+                waited_us=(began_ns - taken_ns) // 1000,
                 gather_us=(gathered_ns - began_ns) // 1000,
                 run_us=(ran_ns - gathered_ns) // 1000,
                 scatter_us=(ended_ns - verified_ns) // 1000,
@@ -340,20 +344,19 @@ class Joining:
         found = {**batch.scatters[0], **made}
         return all(alike(single[name], array, exact) for name, array in found.items())
 
-    def _count(self, rows: int, took_ns: int) -> None:
-        sizes = self.sizes
-        self._runs += 1
-        self._rows += rows
+    def _count(self, rows: int, took_ns: int, runs: int = 1) -> None:
+        """Count a run that was timed. `runs`: with those like it that are not."""
+        sizes, words = self.sizes, self._words
         size = min(max(rows, 1), MOST_ROWS).bit_length() - 1
         if 0 < rows <= self._batching.max_rows:
-            sizes.note(rows, took_ns)
-        # Three words with one call, because a lone caller pays for each.
-        _SHOW(self._bytes, 8 * words_of.JOIN_RUNS, self._runs, self._rows, 1 if self.off else sizes.most)
-        self._words[words_of.SIZE_RUNS + size] += 1
-        if not self._runs % _SHOWN_EVERY or rows > 1:
-            if size < len(sizes.row_ns):
-                self._words[words_of.SIZE_ROW_NS + size] = int(sizes.row_ns[size])
-            self._expected_ns = sizes.run_ns(sizes.most)
+            sizes.note(rows, took_ns, runs)
+        if rows > 1:
+            words[words_of.JOIN_ROWS] += rows
+        words[words_of.JOIN_MOST] = 1 if self.off else sizes.most
+        words[words_of.SIZE_RUNS + size] += 1
+        if size < len(sizes.row_ns):
+            words[words_of.SIZE_ROW_NS + size] = int(sizes.row_ns[size])
+        self._expected_ns = sizes.run_ns(sizes.most)
 
 
 class _MixedError(Exception):

@@ -47,16 +47,21 @@ class Sizes:
         self.most = 1
         self._try(0)
 
-    def note(self, rows: int, took_ns: int) -> None:
-        """Count a run."""
+    @property
+    def tries_single(self) -> bool:
+        """Whether runs of one row are measured now."""
+        return not self._trial and not self._retry_at
+
+    def note(self, rows: int, took_ns: int, runs: int = 1) -> None:
+        """Note how long a run took. `runs`: how many it stands for."""
         size = rows.bit_length() - 1
         each = took_ns / rows
-        self._all_runs += 1
+        self._all_runs += runs
         known = self.row_ns[size]
         self.row_ns[size] = known + _NEWEST * (each - known) if known else each
         if rows > 1 and self.run_ns(rows) > self._max_ns:
             self.most = min(self.most, rows - 1)
-        if self._all_runs == self._retry_at:
+        if 0 < self._retry_at <= self._all_runs:
             self._try(self._size)  # measured again, because the machine may be in another state than it was
         elif not self._retry_at and rows == 1 << self._trial:
             self._tries += 1

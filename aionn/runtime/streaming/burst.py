@@ -10,7 +10,6 @@ Invariant
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -290,11 +289,18 @@ class _AdmittedBurst(Burst):
         retry: int | Retries = 0,
     ) -> Outputs:
         """See `Burst.compute`."""
-        call = partial(super().compute, inputs, outputs=outputs, measure_timing=measure_timing, timeout_s=timeout_s, retry=retry)
         admission = self._executor.admission
         if retry or admission is None:  # each attempt comes here again
-            return await call()
-        return await admission.run(call, timeout_s, self._executor.ended)
+            return await _compute(self, inputs, outputs=outputs, measure_timing=measure_timing, timeout_s=timeout_s, retry=retry)
+        # As `Admission.run`, without its calls.
+        place = admission.enter(None if timeout_s is None else deadline_of(timeout_s), self._executor.ended)
+        try:
+            return await _compute(self, inputs, outputs=outputs, measure_timing=measure_timing, timeout_s=timeout_s)
+        finally:
+            admission.leave(place)
+
+
+_compute = Burst.compute
 
 
 def burst_over(connection: AnyConnection, warm_up: Callable[[], Awaitable[None]] | None = None) -> Burst:
