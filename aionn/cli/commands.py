@@ -130,6 +130,7 @@ def serve(
     socket: Socket = None,
     replace: Annotated[bool, Parameter(name="--replace", negative="", show_default=False)] = False,
     state_dir: StateDir = None,
+    systemd: Annotated[str | None, Parameter(name="--systemd")] = None,
 ) -> None:
     """Serve the apps of this user with drivers that they share, until Ctrl-C or SIGTERM.
 
@@ -140,11 +141,12 @@ def serve(
         replace: Take the place of the service that listens there. That one ends when its last app has gone.
         state_dir: Folder of the records that vouch for caches; it must last as long. Default: $XDG_STATE_HOME/aionn, else
             ~/.local/state/aionn.
+        systemd: Serve nothing, and write units for systemd into this folder, as ~/.config/systemd/user.
     """
     from aionn.cli.service import ServeServiceOptions
     from aionn.cli.service import serve as serve_apps
 
-    serve_apps(ServeServiceOptions(socket, replace, state_dir))
+    serve_apps(ServeServiceOptions(socket, replace, state_dir, systemd))
 
 
 @app.command

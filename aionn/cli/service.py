@@ -23,6 +23,7 @@ from aionn.remote.calls import Evict, HalCall, ReadService, TakeOver
 from aionn.runtime.processes.handed import ServiceLink
 from aionn.runtime.processes.spawning import checked_state_dir
 from aionn.service.listening import Listening, inherited, listen
+from aionn.service.units import write_units
 
 T = TypeVar("T")
 
@@ -34,6 +35,7 @@ class ServeServiceOptions:
     socket: str | None
     replace: bool
     state_dir: str | None
+    systemd: str | None
 
 
 def serve(options: ServeServiceOptions) -> None:
@@ -44,11 +46,23 @@ def serve(options: ServeServiceOptions) -> None:
     """
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     raise_file_limit()
+    if options.systemd is not None:
+        _write_units(options.systemd)
+        return
     try:
         path = os.path.abspath(options.socket) if options.socket else ""
         uvloop.run(_serve(path, options.replace, checked_state_dir(options.state_dir)))
     except AionnError as error:
         raise NotDoneError(str(error)) from error
+
+
+def _write_units(folder: str) -> None:
+    try:
+        for path in write_units(folder):
+            print(path)
+    except OSError as error:
+        raise NotDoneError(f"the units cannot be written to {folder} ({error.strerror}); give a folder of yours") from error
+    print("Start it with: systemctl --user daemon-reload && systemctl --user enable --now aionn.socket")
 
 
 async def _serve(path: str, replace: bool, state_dir: str) -> None:
@@ -66,6 +80,9 @@ async def _serve(path: str, replace: bool, state_dir: str) -> None:
     logging.getLogger("aionn.service").info("serving at %s", listening.sock.getsockname())
     _tell_systemd("READY=1")
     await service.serve()
+    if service.leaves_drivers:
+        logging.shutdown()
+        os._exit(0)  # a usual end would close the runtimes, and kill drivers on which apps stream
 
 
 async def _taken_over(path: str) -> Listening | None:

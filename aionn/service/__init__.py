@@ -3,6 +3,7 @@
     listening    the socket on which the service listens: made, inherited from systemd, or taken over from another service
     models       those that the service prepares for clients without an event loop
     quarantine   models that end their drivers again and again
+    units        what systemd needs to start the service at the first connection
     server       `Service`: the apps that are attached, and the drivers for each of their settings
 
 An app's `Runtime(service=)` asks the service for a driver and then speaks with the driver itself. So no frame and no model passes the

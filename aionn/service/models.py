@@ -42,7 +42,7 @@ def cache_folder() -> str:
     return os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "aionn", "service")
 
 
-class Models:
+class KeptModels:
     """The compilations of one service. Use it in the service's loop."""
 
     def __init__(self) -> None:

@@ -8,6 +8,7 @@ Invariants
     What a guest has in a driver is freed when its connection ends, and when its process ends, also if a child of it holds the connection.
     A driver that has had no guest for `IDLE_DRIVER_S` is ended.
     A service that was taken over accepts no app. It ends with its drivers' last guests.
+    Drivers that have guests at the end of the service are not ended: they serve open bursts for a while, and end by themselves.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ from aionn.runtime.processes.devices import Device, devices_of, serving
 from aionn.runtime.processes.spawning import DEFAULT_HANG_S, Settings, checked_driver_env, checked_sandbox
 from aionn.runtime.runtime import import_needed
 from aionn.service.listening import Listening
-from aionn.service.models import Models
+from aionn.service.models import KeptModels
 from aionn.service.quarantine import Suspects
 from aionn.tasks import OwnedTasks
 
@@ -135,6 +136,7 @@ class Service:
 
     Attributes:
         tasks: where calls of apps are answered.
+        leaves_drivers: whether drivers go on after the end, for guests. The process must then end without closing its runtimes.
     """
 
     def __init__(self, listening: Listening, state_dir: str = "") -> None:
@@ -148,9 +150,10 @@ class Service:
         self._opening = asyncio.Lock()
         self._unused_since: dict[int, float] = {}
         self._suspects = Suspects()
-        self._models = Models()
+        self._models = KeptModels()
         self._watched: WeakSet[RemoteDevice] = WeakSet()
         self._stop = asyncio.Event()
+        self.leaves_drivers = False
         self.tasks = OwnedTasks(self._close, "service")
 
     async def serve(self) -> None:
@@ -383,6 +386,11 @@ class Service:
             self._listening.end()
         for app in list(self._apps.values()):
             self.remove(app)
+        for _, device in self._devices():
+            if await _guests_of(device):
+                self.leaves_drivers = True
+                logger.info("drivers serve the streams of their apps for some time")
+                return
         for opened in self._runtimes.values():
             await opened.aclose()
 

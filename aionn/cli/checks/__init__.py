@@ -6,6 +6,7 @@
     engines          every installed engine, with a small model in a real driver process
     folders          the state directory and caches: owner, mode, space, file system, databases
     processes        drivers without an app, other releases of aionn, other time namespaces
+    service          the service of all apps: its socket, its rights, its release
     leavings         what `--fix` removes: leavings of aionn, and nothing else
 
 A check takes the directory of /proc, /sys and the cgroup mounts as `root` where it only reads files, so that tests can lay out another

@@ -1,0 +1,104 @@
+"""The service as an operator meets it: signals, systemd's units and its socket, `aionn doctor`."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+import aionn
+from aionn.cli.checks.service import service as checked_service
+from aionn.service.units import NAMES, write_units
+from tests.service.served import Served, serving
+from tests.service.test_service import MODEL, REFERENCE, pid_of, right, until
+
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("surroundings")]
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    with serving() as made:
+        yield made
+
+
+def alive(pid: int | None) -> bool:
+    return os.path.exists(f"/proc/{pid}")
+
+
+@contextmanager
+def activated(activate: str, folder: Path, path: str) -> Iterator[None]:
+    """systemd's own program, which makes the socket and starts the service at a connection."""
+    arguments = [activate, "--listen", path, sys.executable, "-m", "aionn", "serve", "--state-dir", str(folder / "state")]
+    with (folder / "log").open("wb") as log, subprocess.Popen(arguments, stderr=log, stdout=log) as process:
+        try:
+            yield
+        finally:
+            process.send_signal(signal.SIGTERM)
+            process.wait(30)
+
+
+async def test_streams_go_on_when_the_service_is_asked_to_end(folder: Path) -> None:
+    served = Served(folder)
+    async with aionn.Runtime(service=served.path, start=()) as runtime:
+        compilation = await runtime.compile(MODEL, devices=REFERENCE)
+        async with compilation.burst() as burst:
+            await right(burst.compute, 1)
+            driver = pid_of(runtime)
+            served.end()
+            for number in range(200):
+                await right(burst.compute, number)
+            assert alive(driver)
+    await until(lambda: not alive(driver))
+
+
+def test_a_service_without_apps_leaves_nothing(folder: Path) -> None:
+    served = Served(folder)
+    served.end()
+    assert served.process.returncode == 0
+    assert not os.path.exists(served.path)
+
+
+def test_units_are_what_systemd_takes(tmp_path: Path) -> None:
+    verify = shutil.which("systemd-analyze")
+    if verify is None:
+        pytest.skip("systemd is not installed")
+    paths = write_units(str(tmp_path / "units"))
+    assert [os.path.basename(path) for path in paths] == list(NAMES)
+    environment = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path), "SYSTEMD_LOG_LEVEL": "warning"}
+    found = subprocess.run([verify, "--user", "verify", *paths], env=environment, capture_output=True, text=True, timeout=60)
+    ours = [line for line in found.stderr.splitlines() if "aionn" in line]
+    assert ours == []
+
+
+async def test_systemd_starts_the_service_at_the_first_connection(folder: Path) -> None:
+    activate = shutil.which("systemd-socket-activate")
+    if activate is None:
+        pytest.skip("systemd is not installed")
+    path = str(folder / "s.sock")
+    with activated(activate, folder, path):
+        await until(lambda: os.path.exists(path))
+        async with aionn.Runtime(service=path, start=()) as runtime:
+            await right((await runtime.compile(MODEL, devices=REFERENCE)).compute, 1)
+
+
+def test_doctor_looks_at_the_service(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
+    assert checked_service().status == "ok"
+    (folder / "aionn").mkdir(mode=0o700)
+    served = Served(folder / "aionn")
+    try:
+        row = checked_service()
+        assert (row.status, row.found) == ("ok", f"a service listens at {served.path}")
+        os.chmod(served.path, 0o666)
+        assert "chmod 600" in checked_service().way_out
+    finally:
+        served.end()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder / "none"))
+    assert checked_service().status == "warn"
