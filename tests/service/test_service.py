@@ -20,7 +20,7 @@ import aionn
 import aionn.blocking
 from aionn.remote.control import PROTOCOL, ServiceReady, encode
 from aionn.remote.device import RemoteDevice
-from aionn.runtime.processes import devices
+from aionn.runtime.processes import devices, handed
 from aionn.runtime.processes.process import DriverProcess
 from aionn.service.listening import listen
 from aionn.testing import identity_model
@@ -382,3 +382,17 @@ async def test_the_greeting_of_an_old_driver_is_waited_for_from_now_on(served: S
             assert pid_of(first) == pid_of(second)
         assert len(waits_s) == 1
         assert waits_s[0] < 4.0
+
+
+async def test_a_service_that_stands_still_is_named(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with aionn.Runtime(service=served.path, start=()) as runtime:
+        kept = await runtime.compile(MODEL, devices=REFERENCE, name="kept")
+        await right(kept.compute, 1)
+        monkeypatch.setattr(handed, "ANSWER_S", 0.5)
+        served.process.send_signal(signal.SIGSTOP)
+        try:
+            await right(kept.compute, 2)
+            with pytest.raises(aionn.ServiceDiedError, match=r"did not answer for 0\.5 s; take its place with `aionn serve --replace`"):
+                await runtime.compile(MODEL, devices=["onnxruntime"])
+        finally:
+            served.process.send_signal(signal.SIGCONT)

@@ -17,7 +17,7 @@ import socket
 import time
 from collections.abc import Callable
 
-from aionn.errors import AionnError, DeviceUnavailableError, ServiceDiedError
+from aionn.errors import AionnError, DeadlineError, DeviceUnavailableError, ServiceDiedError
 from aionn.loopless import leave_in_child, running_loop
 from aionn.remote.attaching import connect, other_protocol
 from aionn.remote.calls import ConnectDriver, ConnectedDriver, HalCall
@@ -30,6 +30,10 @@ logger = logging.getLogger("aionn.service")
 
 GREETING_S = 5.0
 """A service that lives greets within this time."""
+
+
+ANSWER_S = 90.0
+"""A service that lives answers within this time: it starts a driver, perhaps after a pause."""
 
 
 class HandedChild(Child):
@@ -200,13 +204,19 @@ class ServiceLink:
 
         Raises:
             DeviceUnavailableError, DriverDiedError, DriverHungError: the service cannot start it.
-            ServiceDiedError: the service has ended, and no other one listens.
+            ServiceDiedError: the service has ended, and no other one listens; or it does not answer.
         """
         connection = await self.attach()
         needs = needs_as_text(settings.needs.get(name)).encode()
         # A worker in the background is a guest of the driver that runs when a CPU is idle.
         body = ConnectDriver(name, schedule == WHEN_IDLE, settings.sandbox, settings.threads, dict(settings.environment), needs)
-        driver, descriptors = await connection.call(body)
+        try:
+            driver, descriptors = await connection.call(body, deadline_ns=time.monotonic_ns() + int(ANSWER_S * 1e9))
+        except DeadlineError:
+            why = (
+                f"the service at {self.path} did not answer for {ANSWER_S:g} s; take its place with `aionn serve --replace`, and ask again"
+            )
+            raise ServiceDiedError(why) from None
         try:
             return Handed(driver, descriptors)
         finally:
