@@ -18,7 +18,9 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 from weakref import WeakSet
@@ -27,7 +29,7 @@ import anyio
 import msgspec
 
 from aionn.errors import AionnError, CallerError, DriverDiedError, ServiceDiedError
-from aionn.hal.types import Priority
+from aionn.hal.types import MAX_THREADS, Priority
 from aionn.hal.values import as_messages
 from aionn.needs import Needs
 from aionn.pages.layout import RELEASE
@@ -50,6 +52,7 @@ from aionn.remote.calls import (
     Quarantine,
     ReadService,
     ServiceFacts,
+    SharedModelFacts,
     TakenOver,
     TakeOver,
 )
@@ -144,15 +147,16 @@ class Service:
         self._state_dir = state_dir
         self._began_s = time.monotonic()
         self._apps: dict[int, App] = {}
-        self._numbers: dict[int, int] = {}
         self._last_number = 0
         self._runtimes: dict[bytes, OpenRuntime] = {}
+        self._uses: Counter[OpenRuntime] = Counter()  # calls that use one now
         self._opening = asyncio.Lock()
         self._unused_since: dict[int, float] = {}
         self._suspects = Suspects()
         self._models = KeptModels()
         self._watched: WeakSet[RemoteDevice] = WeakSet()
         self._stop = asyncio.Event()
+        self._draining = anyio.CancelScope()
         self.leaves_drivers = False
         self.tasks = OwnedTasks(self._close, "service")
 
@@ -167,12 +171,15 @@ class Service:
                     await self._stop.wait()
                 await self._end_unused()
             if self._listening is None:
-                await _drain(self._devices())
+                with self._draining:
+                    await _drain(self._devices())
         finally:
             await self.tasks.aclose(CLOSE_S)
 
     def end(self) -> None:
-        """Let `serve` return."""
+        """Let `serve` return. Called again, it does not wait for guests any longer."""
+        if self._stop.is_set():
+            self._draining.cancel()
         self._stop.set()
 
     def _socket(self) -> socket.socket:
@@ -241,44 +248,41 @@ class Service:
                 raise CallerError(f"a service does not answer {type(body).__name__}; a driver does")
 
     async def _connect(self, app: App, call_id: int, body: ConnectDriver) -> None:
-        opened = await self._runtime_for(body)
-        self._socket()  # another service may have taken over meanwhile
-        device = opened.devices.find(body.device, Priority.LOW if body.when_idle else Priority.MEDIUM)
-        remote = await opened.devices.live(device)
-        # An app may see the end of a driver before this process does. So the driver is asked for a sign of life.
-        while await _guests_of(device) is None:
+        async with self._runtime_for(body) as opened:
+            self._socket()  # another service may have taken over meanwhile
+            device = opened.devices.find(body.device, Priority.LOW if body.when_idle else Priority.MEDIUM)
             remote = await opened.devices.live(device)
-        self._watch(remote)
-        pid, page, pidfd = device.pid, -1, remote.pidfd()
-        try:
-            if pid is None or pidfd < 0 or remote.page is None:
-                raise ServiceDiedError(f"the driver of device {body.device!r} ended just now; ask again")
-            self._unused_since.pop(pid, None)
-            page = remote.page.for_reading()
-            with remote.connection.attach(0, app.number) as sock:
-                app.connection.reply(call_id, ConnectedDriver(Fd(sock.fileno()), Fd(pidfd), Fd(page), pid, remote.page.started_ns))
-        finally:
-            for fd in (pidfd, page):
-                if fd >= 0:
-                    os.close(fd)
+            # An app may see the end of a driver before this process does. So the driver is asked for a sign of life.
+            while await _guests_of(device) is None:
+                remote = await opened.devices.live(device)
+            self._watch(remote)
+            pid, page, pidfd = device.pid, -1, remote.pidfd()
+            try:
+                if pid is None or pidfd < 0 or remote.page is None:
+                    raise ServiceDiedError(f"the driver of device {body.device!r} ended just now; ask again")
+                self._unused_since.pop(pid, None)
+                page = remote.page.for_reading()
+                with remote.connection.attach(0, app.number) as sock:
+                    app.connection.reply(call_id, ConnectedDriver(Fd(sock.fileno()), Fd(pidfd), Fd(page), pid, remote.page.started_ns))
+            finally:
+                _close_open(pidfd, page)
 
     async def _open(self, app: App, call_id: int, body: OpenModel, descriptors: Descriptors) -> None:
         descriptors.check_arrived()
-        opened = await self._runtime_for(ConnectDriver("", False, "auto", 0, {}))
-        prepared = await self._models.prepared(opened, body, body.file)
-        self._socket()
-        remote = prepared.device
-        self._watch(remote)
-        pidfd = remote.pidfd()
-        try:
-            if pidfd < 0:
-                raise DriverDiedError(remote.name, None)
-            with remote.connection.attach(prepared.number, app.number) as sock:
-                message = Prepared(ATTACHED, as_messages(prepared.inputs), as_messages(prepared.outputs), instances=prepared.instances)
-                app.connection.reply(call_id, Opened(Fd(sock.fileno()), Fd(pidfd), message, remote.name))
-        finally:
-            if pidfd >= 0:
-                os.close(pidfd)
+        async with self._runtime_for(ConnectDriver("", False, "auto", 0, {})) as opened:
+            prepared = await self._models.prepared(opened, body, body.file)
+            self._socket()
+            remote = prepared.device
+            self._watch(remote)
+            pidfd = remote.pidfd()
+            try:
+                if pidfd < 0:
+                    raise DriverDiedError(remote.name, None)
+                with remote.connection.attach(prepared.number, app.number) as sock:
+                    message = Prepared(ATTACHED, as_messages(prepared.inputs), as_messages(prepared.outputs), instances=prepared.instances)
+                    app.connection.reply(call_id, Opened(Fd(sock.fileno()), Fd(pidfd), message, remote.name))
+            finally:
+                _close_open(pidfd)
 
     async def _evict(self, key: str) -> int:
         """Free what no app holds. Returns how many executables went."""
@@ -291,32 +295,47 @@ class Service:
 
     # --- drivers -----------------------------------------------------------------------------------------------------
 
-    async def _runtime_for(self, body: ConnectDriver) -> OpenRuntime:
-        """Return the drivers of these settings.
+    @asynccontextmanager
+    async def _runtime_for(self, body: ConnectDriver) -> AsyncIterator[OpenRuntime]:
+        """Yield the drivers of these settings, which are kept for the body.
 
         Raises:
             CallerError: the settings are not those of a driver, or too many different ones are in use.
         """
-        environment = checked_driver_env(body.environment)
-        needs = {body.device: msgspec.json.decode(body.needs, type=Needs)} if body.needs else {}
-        wanted = Settings(
-            self._state_dir, DEFAULT_HANG_S, body.threads, checked_sandbox(body.sandbox), environment, needs, template=True, shared=True
-        )
+        wanted = _settings_of(body, self._state_dir)
         key = msgspec.json.encode(
-            (wanted.sandbox, wanted.threads, sorted(wanted.environment.items()), body.device if body.needs else "", body.needs)
+            (wanted.sandbox, wanted.threads, sorted(wanted.environment.items()), body.needs and body.device, body.needs)
         )
         async with self._opening:
             found = self._runtimes.get(key)
             if found is None:
-                if len(self._runtimes) >= MOST_SETTINGS:
-                    raise CallerError(
-                        f"the apps of this service use drivers with {MOST_SETTINGS} different settings, which is the most; "
-                        "give the same sandbox, threads and driver_env to their runtimes"
-                    )
+                await self._make_room()
                 found = OpenRuntime(asyncio.get_running_loop(), wanted, "service", checked_policy(None))
                 await found.open()
                 self._runtimes[key] = found
-            return found
+            self._uses[found] += 1
+        try:
+            yield found
+        finally:
+            self._uses[found] -= 1
+
+    async def _make_room(self) -> None:
+        """Give up settings that no driver has, if as many as may be are known.
+
+        Raises:
+            CallerError: all of them are in use.
+        """
+        if len(self._runtimes) < MOST_SETTINGS:
+            return
+        for key, opened in list(self._runtimes.items()):
+            if not opened.devices.has_drivers and not self._uses[opened]:
+                del self._runtimes[key]
+                await opened.aclose()
+                return
+        raise CallerError(
+            f"the apps of this service use drivers with {MOST_SETTINGS} different settings, which is the most; "
+            "give the same sandbox, threads and driver_env to their runtimes"
+        )
 
     def _watch(self, remote: RemoteDevice) -> None:
         """Let a driver refuse what is in quarantine, and note what it ran if it dies."""
@@ -345,20 +364,20 @@ class Service:
             guests = await _guests_of(device)
             remote = serving(device)
             if guests is not None and device.pid is not None and remote is not None:
-                models, _ = await remote.connection.call(ListShared())
+                models = await _models_of(device)
                 known = tuple(msgspec.structs.replace(each, guest=pids.get(each.guest, 0)) for each in guests)
                 drivers.append(DriverFacts(device.name, device.pid, device.low_priority is None, known, models))
         seconds = time.monotonic() - self._began_s
         return ServiceFacts(os.getpid(), RELEASE, seconds, tuple(app.pid for app in self._apps.values()), tuple(drivers))
 
     async def _end_unused(self) -> None:
-        """End drivers that have had no guest for a while, and settings without drivers."""
+        """End drivers that have had no guest and no model for a while."""
         now_s = time.monotonic()
         for opened, device in self._devices():
             guests = await _guests_of(device)
             if guests is None or device.pid is None:
                 continue
-            if guests:
+            if guests or await _models_of(device):
                 self._unused_since.pop(device.pid, None)
             elif now_s - self._unused_since.setdefault(device.pid, now_s) >= IDLE_DRIVER_S:
                 opened.devices.end_unused(device.name, Priority.LOW if device.low_priority is None else Priority.MEDIUM)
@@ -405,6 +424,40 @@ async def _guests_of(device: Device) -> tuple[GuestFacts, ...] | None:
     except AionnError:
         return None  # it has ended meanwhile
     return guests
+
+
+async def _models_of(device: Device) -> tuple[SharedModelFacts, ...]:
+    """Return what the driver of a device keeps for apps. It is empty if the device has none."""
+    remote = serving(device)
+    if remote is None:
+        return ()
+    try:
+        models, _ = await remote.connection.call(ListShared())
+    except AionnError:
+        return ()  # it has ended meanwhile
+    return models
+
+
+def _settings_of(body: ConnectDriver, state_dir: str) -> Settings:
+    """Return what an app asks for as settings of drivers.
+
+    Raises:
+        CallerError: they are not settings of a driver.
+    """
+    if not 0 <= body.threads <= MAX_THREADS:
+        raise CallerError(f"threads={body.threads}: expected a number from 0 to {MAX_THREADS}")
+    try:
+        needs = {body.device: msgspec.json.decode(body.needs, type=Needs)} if body.needs else {}
+    except msgspec.DecodeError as error:
+        raise CallerError(f"needs: {error}; expected the fields of aionn.hal.Needs") from error
+    environment = checked_driver_env(body.environment)
+    return Settings(state_dir, DEFAULT_HANG_S, body.threads, checked_sandbox(body.sandbox), environment, needs, template=True, shared=True)
+
+
+def _close_open(*fds: int) -> None:
+    for fd in fds:
+        if fd >= 0:
+            os.close(fd)
 
 
 async def _drain(devices: Iterable[tuple[OpenRuntime, Device]]) -> None:

@@ -18,6 +18,23 @@ from typing import Any
 READY = b"READY=1"
 
 
+def _said(command: str, path: str) -> dict[str, Any]:
+    arguments = [sys.executable, "-m", "aionn", command, "--json", "--socket", path]
+    printed = subprocess.run(arguments, check=True, stdout=subprocess.PIPE, timeout=60)
+    found: dict[str, Any] = json.loads(printed.stdout)
+    return found
+
+
+def evicted(path: str) -> int:
+    """How many models `aionn evict` has freed."""
+    freed: int = _said("evict", path)["freed"]
+    return freed
+
+
+def alive(pid: int | None) -> bool:
+    return os.path.exists(f"/proc/{pid}")
+
+
 class Served:
     """A service that listens at `path`."""
 
@@ -43,20 +60,9 @@ class Served:
     def log(self) -> str:
         return self._log.read_text(encoding="utf-8")
 
-    def _said(self, command: str) -> dict[str, Any]:
-        arguments = [sys.executable, "-m", "aionn", command, "--json", "--socket", self.path]
-        printed = subprocess.run(arguments, check=True, stdout=subprocess.PIPE, timeout=60)
-        found: dict[str, Any] = json.loads(printed.stdout)
-        return found
-
     def facts(self) -> dict[str, Any]:
         """What `aionn ps --json` says."""
-        return self._said("ps")
-
-    def evicted(self) -> int:
-        """How many models `aionn evict` has freed."""
-        freed: int = self._said("evict")["freed"]
-        return freed
+        return _said("ps", self.path)
 
     def guests(self) -> list[dict[str, Any]]:
         return [guest for driver in self.facts()["drivers"] for guest in driver["guests"]]

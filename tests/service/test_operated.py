@@ -16,7 +16,7 @@ import pytest
 import aionn
 from aionn.cli.checks.service import service as checked_service
 from aionn.service.units import NAMES, write_units
-from tests.service.served import Served, serving
+from tests.service.served import Served, alive, serving
 from tests.service.test_service import MODEL, REFERENCE, pid_of, right, until
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("surroundings")]
@@ -26,10 +26,6 @@ pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("surroundings")]
 def folder() -> Iterator[Path]:
     with serving() as made:
         yield made
-
-
-def alive(pid: int | None) -> bool:
-    return os.path.exists(f"/proc/{pid}")
 
 
 @contextmanager

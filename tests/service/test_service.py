@@ -8,8 +8,8 @@ import signal
 import socket
 import struct
 import time
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import anyio
@@ -22,10 +22,11 @@ from aionn.remote.control import PROTOCOL, ServiceReady, encode
 from aionn.remote.device import RemoteDevice
 from aionn.runtime.processes import devices, handed
 from aionn.runtime.processes.process import DriverProcess
+from aionn.service import server
 from aionn.service.listening import listen
 from aionn.testing import identity_model
 from tests.leaks import driver_pids, leak_check
-from tests.service.served import App, Served, forked_app, odd_descriptor, parent_of, serving
+from tests.service.served import App, Served, alive, evicted, forked_app, odd_descriptor, parent_of, serving
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("surroundings")]
 
@@ -322,12 +323,12 @@ async def test_ps_lists_models_and_evict_frees_what_no_app_holds(served: Served,
         (driver,) = served.facts()["drivers"]
         (model,) = driver["models"]
         assert model["executions"] >= 1
-        assert served.evicted() == 0
+        assert evicted(served.path) == 0
     async with aionn.Runtime(service=served.path, start=()) as runtime:
         await runtime.compile(MODEL, devices=REFERENCE)
         assert pid_of(runtime) == driver["pid"]
     await until(lambda: served.guests() == [])
-    assert served.evicted() == 1
+    assert evicted(served.path) == 1
     assert served.facts()["drivers"][0]["models"] == []
 
 
@@ -396,3 +397,51 @@ async def test_a_service_that_stands_still_is_named(served: Served, monkeypatch:
                 await runtime.compile(MODEL, devices=["onnxruntime"])
         finally:
             served.process.send_signal(signal.SIGCONT)
+
+
+class Looking(server.Service):
+    """A service in this process, so that its times can be short. It counts how often it has looked for unused drivers."""
+
+    looks = 0
+
+    async def _end_unused(self) -> None:
+        await super()._end_unused()
+        self.looks += 1
+
+
+@asynccontextmanager
+async def looking(folder: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Looking, str]]:
+    monkeypatch.setattr(server, "IDLE_DRIVER_S", 0.0)
+    monkeypatch.setattr(server, "LOOK_S", 0.1)
+    path = str(folder / "s.sock")
+    service = Looking(listen(path), str(folder / "state"))
+    async with anyio.create_task_group() as group:
+        group.start_soon(service.serve)
+        yield service, path
+        service.end()
+
+
+async def test_a_driver_stays_while_it_keeps_a_model_and_ends_after_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with looking(folder, monkeypatch) as (service, path):
+        async with aionn.Runtime(service=path, start=()) as runtime:
+            await right((await runtime.compile(MODEL, devices=REFERENCE)).compute, 1)
+            driver = pid_of(runtime)
+        looks = service.looks
+        await until(lambda: service.looks > looks + 2)
+        assert alive(driver)
+        assert await anyio.to_thread.run_sync(evicted, path) == 1
+        await until(lambda: not alive(driver))
+
+
+async def test_settings_that_no_driver_has_make_room_for_others(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "MOST_SETTINGS", 1)
+    async with looking(folder, monkeypatch) as (_, path):
+        for word in ("one", "two"):
+            async with aionn.Runtime(service=path, start=(), driver_env={"AIONN_TEST_WORD": word}) as runtime:
+                await right((await runtime.compile(MODEL, devices=REFERENCE)).compute, 1)
+                driver = pid_of(runtime)
+                async with aionn.Runtime(service=path, start=()) as other:
+                    with pytest.raises(aionn.CallerError, match="1 different settings, which is the most"):
+                        await other.compile(MODEL, devices=REFERENCE)
+            await anyio.to_thread.run_sync(evicted, path)
+            await until(lambda: not alive(driver))  # noqa: B023 -- awaited at once
