@@ -1,6 +1,7 @@
 """One service for all apps of a user: it owns drivers, and hands apps connections to them (`aionn serve`).
 
     listening    the socket on which the service listens: made, inherited from systemd, or taken over from another service
+    drivers      the drivers of a service, by the settings that apps ask for
     models       those that the service prepares for clients without an event loop
     quarantine   models that end their drivers again and again
     units        what systemd needs to start the service at the first connection

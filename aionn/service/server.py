@@ -18,9 +18,7 @@ import logging
 import os
 import socket
 import time
-from collections import Counter
-from collections.abc import AsyncIterator, Iterable
-from contextlib import asynccontextmanager
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 from weakref import WeakSet
@@ -29,9 +27,8 @@ import anyio
 import msgspec
 
 from aionn.errors import AionnError, CallerError, DriverDiedError, ServiceDiedError
-from aionn.hal.types import MAX_THREADS, Priority
+from aionn.hal.types import Priority
 from aionn.hal.values import as_messages
-from aionn.needs import Needs
 from aionn.pages.layout import RELEASE
 from aionn.remote.attaching import peer_of, pidfd_of_peer
 from aionn.remote.calls import (
@@ -59,11 +56,10 @@ from aionn.remote.calls import (
 from aionn.remote.connection import Connection, Descriptors
 from aionn.remote.control import ATTACHED, PROTOCOL, ControlError, Refused, ServiceReady, failure_of
 from aionn.remote.device import RemoteDevice
-from aionn.runtime.health import checked_policy
 from aionn.runtime.open_runtime import OpenRuntime
-from aionn.runtime.processes.devices import Device, devices_of, serving
-from aionn.runtime.processes.spawning import DEFAULT_HANG_S, Settings, checked_driver_env, checked_sandbox
+from aionn.runtime.processes.devices import Device, serving
 from aionn.runtime.runtime import import_needed
+from aionn.service.drivers import Drivers
 from aionn.service.listening import Listening
 from aionn.service.models import KeptModels
 from aionn.service.quarantine import Suspects
@@ -76,9 +72,6 @@ LOOK_S = 10.0
 """How often the service looks for drivers that nothing uses."""
 
 MOST_APPS = 256
-MOST_SETTINGS = 16
-"""How many sets of drivers with different settings a service has. Each set is one process for each device at least."""
-
 CLOSE_S = 10.0
 
 
@@ -144,13 +137,10 @@ class Service:
 
     def __init__(self, listening: Listening, state_dir: str = "") -> None:
         self._listening: Listening | None = listening
-        self._state_dir = state_dir
+        self._drivers = Drivers(state_dir)
         self._began_s = time.monotonic()
         self._apps: dict[int, App] = {}
         self._last_number = 0
-        self._runtimes: dict[bytes, OpenRuntime] = {}
-        self._uses: Counter[OpenRuntime] = Counter()  # calls that use one now
-        self._opening = asyncio.Lock()
         self._unused_since: dict[int, float] = {}
         self._suspects = Suspects()
         self._models = KeptModels()
@@ -172,7 +162,7 @@ class Service:
                 await self._end_unused()
             if self._listening is None:
                 with self._draining:
-                    await _drain(self._devices())
+                    await _drain(self._drivers.devices())
         finally:
             await self.tasks.aclose(CLOSE_S)
 
@@ -223,7 +213,7 @@ class Service:
 
     def end_guest(self, number: int) -> None:
         """Free what an app had in the drivers."""
-        for _, device in self._devices():
+        for _, device in self._drivers.devices():
             if (remote := serving(device)) is not None:
                 remote.connection.post(EndGuest(number))
 
@@ -248,7 +238,7 @@ class Service:
                 raise CallerError(f"a service does not answer {type(body).__name__}; a driver does")
 
     async def _connect(self, app: App, call_id: int, body: ConnectDriver) -> None:
-        async with self._runtime_for(body) as opened:
+        async with self._drivers.using(body) as opened:
             self._socket()  # another service may have taken over meanwhile
             device = opened.devices.find(body.device, Priority.LOW if body.when_idle else Priority.MEDIUM)
             remote = await opened.devices.live(device)
@@ -269,7 +259,7 @@ class Service:
 
     async def _open(self, app: App, call_id: int, body: OpenModel, descriptors: Descriptors) -> None:
         descriptors.check_arrived()
-        async with self._runtime_for(ConnectDriver("", False, "auto", 0, {})) as opened:
+        async with self._drivers.using(ConnectDriver("", False, "auto", 0, {})) as opened:
             prepared = await self._models.prepared(opened, body, body.file)
             self._socket()
             remote = prepared.device
@@ -287,55 +277,13 @@ class Service:
     async def _evict(self, key: str) -> int:
         """Free what no app holds. Returns how many executables went."""
         count = 0
-        for _, device in self._devices():
+        for _, device in self._drivers.devices():
             if (remote := serving(device)) is not None:
                 freed, _ = await remote.connection.call(Evict(key))
                 count += freed
         return count
 
     # --- drivers -----------------------------------------------------------------------------------------------------
-
-    @asynccontextmanager
-    async def _runtime_for(self, body: ConnectDriver) -> AsyncIterator[OpenRuntime]:
-        """Yield the drivers of these settings, which are kept for the body.
-
-        Raises:
-            CallerError: the settings are not those of a driver, or too many different ones are in use.
-        """
-        wanted = _settings_of(body, self._state_dir)
-        key = msgspec.json.encode(
-            (wanted.sandbox, wanted.threads, sorted(wanted.environment.items()), body.needs and body.device, body.needs)
-        )
-        async with self._opening:
-            found = self._runtimes.get(key)
-            if found is None:
-                await self._make_room()
-                found = OpenRuntime(asyncio.get_running_loop(), wanted, "service", checked_policy(None))
-                await found.open()
-                self._runtimes[key] = found
-            self._uses[found] += 1
-        try:
-            yield found
-        finally:
-            self._uses[found] -= 1
-
-    async def _make_room(self) -> None:
-        """Give up settings that no driver has, if as many as may be are known.
-
-        Raises:
-            CallerError: all of them are in use.
-        """
-        if len(self._runtimes) < MOST_SETTINGS:
-            return
-        for key, opened in list(self._runtimes.items()):
-            if not opened.devices.has_drivers and not self._uses[opened]:
-                del self._runtimes[key]
-                await opened.aclose()
-                return
-        raise CallerError(
-            f"the apps of this service use drivers with {MOST_SETTINGS} different settings, which is the most; "
-            "give the same sandbox, threads and driver_env to their runtimes"
-        )
 
     def _watch(self, remote: RemoteDevice) -> None:
         """Let a driver refuse what is in quarantine, and note what it ran if it dies."""
@@ -349,18 +297,14 @@ class Service:
     def _driver_ended(self, remote: RemoteDevice, error: BaseException) -> None:
         if isinstance(error, CallerError) or remote.page is None or not self._suspects.died(remote.page.running_keys()):
             return
-        for _, device in self._devices():
+        for _, device in self._drivers.devices():
             if (other := serving(device)) is not None and other is not remote:
                 other.connection.post(Quarantine(self._suspects.refused))
-
-    def _devices(self) -> list[tuple[OpenRuntime, Device]]:
-        """Return every device that has been asked for, with its runtime."""
-        return [(opened, device) for opened in self._runtimes.values() for device in devices_of(opened.devices)]
 
     async def _facts(self) -> ServiceFacts:
         drivers = []
         pids = {app.number: app.pid for app in self._apps.values()}
-        for _, device in self._devices():
+        for _, device in self._drivers.devices():
             guests = await _guests_of(device)
             remote = serving(device)
             if guests is not None and device.pid is not None and remote is not None:
@@ -373,7 +317,7 @@ class Service:
     async def _end_unused(self) -> None:
         """End drivers that have had no guest and no model for a while."""
         now_s = time.monotonic()
-        for opened, device in self._devices():
+        for opened, device in self._drivers.devices():
             guests = await _guests_of(device)
             if guests is None or device.pid is None:
                 continue
@@ -405,13 +349,12 @@ class Service:
             self._listening.end()
         for app in list(self._apps.values()):
             self.remove(app)
-        for _, device in self._devices():
+        for _, device in self._drivers.devices():
             if await _guests_of(device):
                 self.leaves_drivers = True
                 logger.info("drivers serve the streams of their apps for some time")
                 return
-        for opened in self._runtimes.values():
-            await opened.aclose()
+        await self._drivers.aclose()
 
 
 async def _guests_of(device: Device) -> tuple[GuestFacts, ...] | None:
@@ -436,22 +379,6 @@ async def _models_of(device: Device) -> tuple[SharedModelFacts, ...]:
     except AionnError:
         return ()  # it has ended meanwhile
     return models
-
-
-def _settings_of(body: ConnectDriver, state_dir: str) -> Settings:
-    """Return what an app asks for as settings of drivers.
-
-    Raises:
-        CallerError: they are not settings of a driver.
-    """
-    if not 0 <= body.threads <= MAX_THREADS:
-        raise CallerError(f"threads={body.threads}: expected a number from 0 to {MAX_THREADS}")
-    try:
-        needs = {body.device: msgspec.json.decode(body.needs, type=Needs)} if body.needs else {}
-    except msgspec.DecodeError as error:
-        raise CallerError(f"needs: {error}; expected the fields of aionn.hal.Needs") from error
-    environment = checked_driver_env(body.environment)
-    return Settings(state_dir, DEFAULT_HANG_S, body.threads, checked_sandbox(body.sandbox), environment, needs, template=True, shared=True)
 
 
 def _close_open(*fds: int) -> None:

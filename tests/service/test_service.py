@@ -22,7 +22,7 @@ from aionn.remote.control import PROTOCOL, ServiceReady, encode
 from aionn.remote.device import RemoteDevice
 from aionn.runtime.processes import devices, handed
 from aionn.runtime.processes.process import DriverProcess
-from aionn.service import server
+from aionn.service import drivers, server
 from aionn.service.listening import listen
 from aionn.testing import identity_model
 from tests.leaks import driver_pids, leak_check
@@ -411,7 +411,7 @@ class Looking(server.Service):
 
 @asynccontextmanager
 async def looking(folder: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Looking, str]]:
-    monkeypatch.setattr(server, "IDLE_DRIVER_S", 0.0)
+    monkeypatch.setattr(server, "IDLE_DRIVER_S", 1.0)
     monkeypatch.setattr(server, "LOOK_S", 0.1)
     path = str(folder / "s.sock")
     service = Looking(listen(path), str(folder / "state"))
@@ -427,14 +427,14 @@ async def test_a_driver_stays_while_it_keeps_a_model_and_ends_after_it(folder: P
             await right((await runtime.compile(MODEL, devices=REFERENCE)).compute, 1)
             driver = pid_of(runtime)
         looks = service.looks
-        await until(lambda: service.looks > looks + 2)
+        await until(lambda: service.looks > looks + 15)
         assert alive(driver)
         assert await anyio.to_thread.run_sync(evicted, path) == 1
         await until(lambda: not alive(driver))
 
 
 async def test_settings_that_no_driver_has_make_room_for_others(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "MOST_SETTINGS", 1)
+    monkeypatch.setattr(drivers, "MOST_SETTINGS", 1)
     async with looking(folder, monkeypatch) as (_, path):
         for word in ("one", "two"):
             async with aionn.Runtime(service=path, start=(), driver_env={"AIONN_TEST_WORD": word}) as runtime:
