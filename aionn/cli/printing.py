@@ -124,10 +124,12 @@ class _Warnings(logging.Handler):
         error_console().print(f"aionn: {record.levelname.lower()}: {escaped(record.getMessage())}", markup=False, soft_wrap=True)
 
 
-def show_warnings() -> None:
-    """Print aionn's warnings on stderr from now on, one line each."""
+def show_warnings(level: int = logging.WARNING) -> None:
+    """Print aionn's warnings on stderr from now on, one line each. A lower level prints more."""
     logger = logging.getLogger("aionn")
-    logger.handlers = [_Warnings(logging.WARNING)]
+    logger.handlers = [_Warnings(level)]
+    if level < logging.WARNING:
+        logger.setLevel(level)
     logger.propagate = False
 
 

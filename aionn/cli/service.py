@@ -7,7 +7,6 @@ import logging
 import os
 import signal
 import socket
-import sys
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
@@ -15,7 +14,7 @@ from typing import TypeVar
 import uvloop
 from msgspec.structs import asdict
 
-from aionn.cli.printing import NotDoneError, duration, print_json, print_table, size
+from aionn.cli.printing import NotDoneError, duration, print_json, print_table, show_warnings, size
 from aionn.driver.beginning import raise_file_limit
 from aionn.errors import AionnError, CallerError
 from aionn.remote.attaching import service_path
@@ -44,7 +43,7 @@ def serve(options: ServeServiceOptions) -> None:
     Raises:
         NotDoneError: the socket cannot be listened on.
     """
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    show_warnings(logging.INFO)  # and what happens
     raise_file_limit()
     if options.systemd is not None:
         _write_units(options.systemd)
