@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import os
+import re
+import shutil
+import signal
 import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 
 def process_cpu_ns(pid: int) -> int:
@@ -69,3 +75,31 @@ def memory_bytes(pid: int, *kinds: str) -> int:
     """Return the sum of a process's figures in `smaps_rollup`, such as "Private_Dirty"."""
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     return 1024 * sum(int(line.split()[1]) for line in lines if line.partition(":")[0] in kinds)
+
+
+async def system_calls(pid: int, act: Callable[[], Awaitable[object]]) -> int | None:
+    """Return how many system calls a process makes while `act` runs, as strace counts them.
+
+    Returns None, without `act`, where there is no strace or where it may not attach.
+    """
+    if shutil.which("strace") is None:
+        return None
+    with TemporaryDirectory() as directory:
+        counted = Path(directory, "counted")
+        command = ("strace", "-c", "-f", "-o", str(counted), "-p", str(pid))
+        tracer = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE, stdin=asyncio.subprocess.DEVNULL)
+        try:
+            assert tracer.stderr is not None
+            attached = b"attached" in await tracer.stderr.readline()  # else the line says why it is not
+            if attached:
+                await act()
+        finally:
+            if tracer.returncode is None:
+                tracer.send_signal(signal.SIGINT)
+            await tracer.communicate()
+        return _total_calls(counted) if attached else None
+
+
+def _total_calls(counted: Path) -> int:
+    total = re.search(r"^\s*[\d.]+\s+[\d.]+\s+\d*\s+(\d+)\s.*total$", counted.read_text(), re.MULTILINE)
+    return int(total[1]) if total else 0

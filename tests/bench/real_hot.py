@@ -6,15 +6,12 @@ import asyncio
 import ctypes
 import multiprocessing
 import os
-import re
-import shutil
 import signal
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import asynccontextmanager
-from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -23,7 +20,7 @@ import numpy as np
 import aionn
 from aionn.testing.models import identity_model
 from tests.bench.burst import EMPTY
-from tests.bench.machine import busiest_thread, last_cpu, process_cpu_ns, shared_bytes, threads_ns
+from tests.bench.machine import busiest_thread, last_cpu, process_cpu_ns, shared_bytes, system_calls, threads_ns
 from tests.bench.real_report import Lanes, Options, Report, Taken, ratios
 from tests.bench.real_rivals import placed
 from tests.bench.real_subjects import PICTURE, Inputs, identity_subject, picture_model
@@ -217,29 +214,14 @@ async def one_call(report: Report, options: Options) -> None:
 
 
 async def _system_calls(compilation: aionn.Compilation, pid: int) -> list[float]:
-    """Return the number of system calls of the driver per `compute()`, as strace counts them, or nothing where it cannot."""
-    if shutil.which("strace") is None:
-        return []
-    with TemporaryDirectory() as directory:
-        counted = Path(directory, "counted")
-        command = ("strace", "-c", "-f", "-o", str(counted), "-p", str(pid))
-        tracer = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE, stdin=asyncio.subprocess.DEVNULL)
-        try:
-            assert tracer.stderr is not None
-            await tracer.stderr.readline()  # it is attached, or says why it is not
-            for _ in range(STRACED):
-                await compilation.compute(SMALL)
-        finally:
-            if tracer.returncode is None:
-                tracer.send_signal(signal.SIGINT)
-            await tracer.communicate()
-        return _total_calls(counted)
+    """Return the number of system calls of the driver per `compute()`, or nothing where they cannot be counted."""
 
+    async def act() -> None:
+        for _ in range(STRACED):
+            await compilation.compute(SMALL)
 
-def _total_calls(counted: Path) -> list[float]:
-    """Return the sum that strace wrote, per call, or nothing where it was not allowed to attach."""
-    total = re.search(r"^\s*[\d.]+\s+[\d.]+\s+\d*\s+(\d+)\s.*total$", counted.read_text() if counted.exists() else "", re.MULTILINE)
-    return [int(total[1]) / STRACED] if total else []
+    total = await system_calls(pid, act)
+    return [] if total is None else [total / STRACED]
 
 
 async def at_once(report: Report, options: Options) -> None:

@@ -122,9 +122,9 @@ class Bench:
             **more,
         }
 
-    def first(self, kind: str, filling: bool = False) -> dict[str, Any]:
+    def first(self, kind: str, filling: bool = False, **more: Any) -> dict[str, Any]:
         """Run a kind in a fresh process, to its first result."""
-        with Worker(given := self.given(kind)) as worker:
+        with Worker(given := self.given(kind, **more)) as worker:
             answer = self.checked(kind, worker.answer(), filling)
         marks = {name: (at - worker.began_ns) / 1e6 for name, at in answer["marks"].items()}
         self.forget(given)

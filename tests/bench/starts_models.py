@@ -26,6 +26,9 @@ WIDTH, TOKENS = 1024, 64
 LAYERS = 10
 """Of the transformer: 12 * WIDTH * WIDTH weights each, which is 503 MB in all."""
 
+DENSE_WIDTH, DENSE_LAYERS = 2048, 8
+"""Of the dense model: DENSE_WIDTH * DENSE_WIDTH weights each, which is 134 MB in all."""
+
 LARGE_LAYERS = 4
 TABLE_ROWS = 540_000
 """Of the large model's table, which is 2.2 GB and which only Gather reads."""
@@ -57,9 +60,12 @@ CARRIED: dict[str, tuple[dict[str, tuple[str, tuple[int, ...]]], int]] = {
 MADE: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {
     "resnet50": {"input": ("float32", (1, 3, 224, 224))},
     "transformer": {"x": ("float32", (1, TOKENS, WIDTH))},
+    "dense": {"x": ("float32", (1, DENSE_WIDTH))},
     "large": {"ids": ("int64", (1, TOKENS))},
 }
 MODELS = (*CARRIED, "resnet50", "transformer")
+"""Those that `starts` starts unless others are named. `tests.bench.service` starts the dense one."""
+
 LARGE = "large"
 
 
@@ -130,6 +136,22 @@ def transformer() -> bytes:
     return build.model(x, given, [numpy_helper.from_array(array, name) for name, array in build.weights])
 
 
+def dense() -> bytes:
+    """x f32[1,2048] -> y f32[1,2048], by a matrix for each layer."""
+    random = np.random.default_rng(0)
+    spread = np.float32(2 / DENSE_WIDTH**0.5)
+    nodes, weights = [], []
+    for layer in range(DENSE_LAYERS):
+        values = (random.random((DENSE_WIDTH, DENSE_WIDTH), np.float32) - np.float32(0.5)) * spread
+        weights.append(numpy_helper.from_array(values, f"w{layer}"))
+        made = "y" if layer == DENSE_LAYERS - 1 else f"x{layer + 1}"
+        nodes.append(helper.make_node("MatMul", [f"x{layer}" if layer else "x", f"w{layer}"], [made]))
+    given, output = (helper.make_tensor_value_info(name, TensorProto.FLOAT, [1, DENSE_WIDTH]) for name in "xy")
+    graph = helper.make_graph(nodes, "dense", [given], [output], weights)
+    content: bytes = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8).SerializeToString()
+    return content
+
+
 def make_large(path: Path) -> None:
     """Write ids i64[1,64] -> y f32[1,64,1024], with its weights and its table in a file beside it."""
     build = _Blocks()
@@ -168,7 +190,7 @@ def make(directory: Path, name: str) -> None:
         make_large(path)
         return
     part = path.with_suffix(".part")
-    part.write_bytes(resnet50() if name == "resnet50" else transformer())
+    part.write_bytes({"resnet50": resnet50, "transformer": transformer, "dense": dense}[name]())
     part.rename(path)
 
 

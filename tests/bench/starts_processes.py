@@ -29,10 +29,11 @@ class WorkerError(Exception):
 class Worker:
     """One fresh process. Leave its `with` to end it; it ends its drivers."""
 
-    def __init__(self, given: Mapping[str, Any]) -> None:
+    def __init__(self, given: Mapping[str, Any], script: Path = WORKER) -> None:
         self._kind = given["kind"]
+        self._killed = False
         # -P: the folder of the script has files with names of common packages.
-        command = [sys.executable, "-P", str(WORKER), json.dumps(given)]
+        command = [sys.executable, "-P", str(script), json.dumps(given)]
         self.began_ns = time.monotonic_ns()
         # An app keeps its bytecode. Without it, each process would compile the sources of aionn anew.
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
@@ -46,7 +47,7 @@ class Worker:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         try:
-            if kind is None:
+            if kind is None and not self._killed:
                 self._process.stdin.close()
                 if self._process.wait(PATIENCE_S) != 0:
                     raise WorkerError(f"the process of kind {self._kind!r} ended with code {self._process.returncode}")
@@ -77,6 +78,12 @@ class Worker:
         assert self._process.stdin is not None
         self._process.stdin.write(b"\n")
         self._process.stdin.flush()
+
+    def kill(self) -> None:
+        """End it as the kernel does when memory is short."""
+        self._killed = True
+        self._process.kill()
+        self._process.wait()
 
     def drivers(self) -> list[int]:
         """Return the processes that it, or a child of it, has started and that still run."""

@@ -123,10 +123,11 @@ def openvino_alone(given: Given) -> None:
 
 
 def runtime_of(given: Given) -> Any:
-    """Return a runtime that starts the driver at once."""
+    """Return a runtime that starts the driver at once, or that asks a service for it."""
     import aionn
 
-    return aionn.Runtime(start=(given["device"],), state_dir=given["state_dir"])
+    service = {"service": given["service"]} if "service" in given else {}  # older releases have no service
+    return aionn.Runtime(start=(given["device"],), state_dir=given["state_dir"], **service)
 
 
 async def loaded(given: Given, runtime: Any) -> Any:
@@ -159,7 +160,9 @@ async def parent_goes_on() -> None:
 
 
 async def first_result(given: Given) -> None:
-    """Load, compile, compute, print. With `again`, do the same once more in the same driver."""
+    """Load, compile, compute, print. With `again`, do the same once more in the same driver. With `numpy_first`, import NumPy before."""
+    if given.get("numpy_first"):
+        import numpy  # noqa: F401
     imported = time.monotonic_ns()
     async with runtime_of(given) as runtime:
         opened = time.monotonic_ns()
@@ -266,10 +269,22 @@ async def lag(given: Given) -> None:
     tell(phases=seen.phases, outcome=outcome)
 
 
+def attached(given: Given) -> None:
+    """Get a burst from a service without an event loop, compute, print."""
+    import aionn.blocking
+
+    imported = time.monotonic_ns()
+    with aionn.blocking.attach(given["model"], devices=(given["device"],), service=given["service"]) as burst:
+        made = time.monotonic_ns()
+        outputs = burst.compute(arrays(given))
+        tell(checksum=checksum(next(iter(outputs.values()))), marks={"imports": imported, "attach": made})
+        sys.stdin.readline()
+
+
 def work(given: Given) -> None:
     alone = {"ort": onnxruntime_alone, "ort, saved graph": onnxruntime_alone, "save": save_graph}
     alone |= {"openvino": openvino_alone, "openvino, cached": openvino_alone}
-    alone |= {"imports of an app": app_imports, "imports of a driver": driver_imports}
+    alone |= {"imports of an app": app_imports, "imports of a driver": driver_imports, "attach": attached}
     if given["kind"] in alone:
         alone[given["kind"]](given)
         return

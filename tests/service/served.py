@@ -38,15 +38,15 @@ def alive(pid: int | None) -> bool:
 class Served:
     """A service that listens at `path`."""
 
-    def __init__(self, folder: Path, *more: str) -> None:
-        """Start it, and return once it listens."""
+    def __init__(self, folder: Path, *more: str, state_dir: str | None = None) -> None:
+        """Start it, and return once it listens. Its state is in the folder, unless `state_dir` says another one."""
         self.path = str(folder / "service.sock")
         self._log = folder / f"log{len(list(folder.iterdir()))}"
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notified, self._log.open("wb") as log:
             address = str(folder / f"n{len(list(folder.iterdir()))}")
             notified.bind(address)
             notified.settimeout(60)
-            arguments = ["serve", "--socket", self.path, "--state-dir", str(folder / "state"), *more]
+            arguments = ["serve", "--socket", self.path, "--state-dir", state_dir or str(folder / "state"), *more]
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "aionn", *arguments], env={**os.environ, "NOTIFY_SOCKET": address}, stderr=log, stdout=log
             )
