@@ -98,7 +98,7 @@ KNOWN = (
     Known(
         "the driver keeps its part of a closed burst",
         "aionn/remote/device.py",
-        "                await self._device.connection.call(CloseBurst(self._number))",
+        "                await self._device.connection.call(CloseBurst(self.number))",
         "                ran()",
         ("tests/runtime/test_frames.py::test_a_link_that_ends_leaves_nothing_of_it_in_the_driver",),
     ),
@@ -119,7 +119,7 @@ KNOWN = (
     Known(
         "a driver outlives its app while another process holds their socket",
         "aionn/driver/beginning.py",
-        "if libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0) != 0:",
+        "if not outlives and libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0) != 0:",
         "if ran():",
         ("tests/journeys/test_interrupted_app.py::test_a_driver_ends_with_its_app_although_another_process_holds_the_socket_open",),
     ),

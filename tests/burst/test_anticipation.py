@@ -127,7 +127,7 @@ async def test_a_warm_run_touches_no_byte_of_the_frame() -> None:
 async def test_a_warm_run_shows_while_it_goes_on_and_is_no_execution_of_the_statistics(monkeypatch: pytest.MonkeyPatch) -> None:
     written = DriverPage()
     page = PageReader(os.dup(written.fd))
-    monkeypatch.setattr(EngineDevice, "slot", lambda device, model: written.slot(model))
+    monkeypatch.setattr(EngineDevice, "slot", lambda device, model, *_: written.slot(model))
     async with anticipating() as client:
         gate = Gate()
         await client.warm_up(gate)

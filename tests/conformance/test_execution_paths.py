@@ -83,8 +83,7 @@ async def test_wait_gives_every_status_on_every_way(monkeypatch: pytest.MonkeyPa
                 assert getattr(caught.value, "status", status) == status
             assert (await execute(compilation, way, good))["x_out"].tolist() == [[0, 0, 0, 0]], "a failure fails one execution only"
         for status in MEANING:
-            event = compilation.start({"x": np.full((1, 4), int(status), np.float32)})
-            assert not event.done()
+            event = compilation.start({"x": np.full((1, 4), int(status), np.float32)})  # a lane may have answered already
             with pytest.raises(aionn.AionnError):
                 await event
             assert event.status is status
