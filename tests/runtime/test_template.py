@@ -44,7 +44,15 @@ def no_template_before() -> Iterator[None]:
 
 def template_pids() -> list[int]:
     """The templates among this process's children."""
-    return [child.pid for child in psutil.Process().children() if TEMPLATE in child.cmdline()]
+    return [child.pid for child in psutil.Process().children() if TEMPLATE in _words_of(child)]
+
+
+def _words_of(child: psutil.Process) -> list[str]:
+    try:
+        words: list[str] = child.cmdline()
+    except psutil.NoSuchProcess:  # it has ended meanwhile, and may not have been waited for
+        return []
+    return words
 
 
 def device_of(runtime: aionn.Runtime, name: str = "onnxruntime") -> aionn.Device:
