@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import signal
@@ -20,7 +21,8 @@ import aionn
 import aionn.blocking
 from aionn.remote.control import PROTOCOL, ServiceReady, encode
 from aionn.remote.device import RemoteDevice
-from aionn.runtime.processes import devices, handed
+from aionn.runtime import open_runtime
+from aionn.runtime.processes import devices, handed, process
 from aionn.runtime.processes.process import DriverProcess
 from aionn.service import drivers, server
 from aionn.service.listening import listen
@@ -211,6 +213,20 @@ async def test_an_app_cannot_restart_a_driver_of_all(served: Served) -> None:
         device = next(device for device in runtime.devices if device.name == "reference")
         with pytest.raises(aionn.CallerError, match="other apps use"):
             await device.restart()
+
+
+async def test_an_app_that_closes_waits_for_no_driver_of_others(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A driver of its own may take GRACE_S to end. One of the service goes on."""
+    monkeypatch.setattr(process, "GRACE_S", 60.0)
+    monkeypatch.setattr(open_runtime, "CLOSE_S", 90.0)
+    runtime = aionn.Runtime(service=served.path, start=())
+    await runtime.open()
+    await right((await runtime.compile(MODEL, devices=REFERENCE)).compute, 1)
+    before = pid_of(runtime)
+    closing = asyncio.ensure_future(runtime.aclose())
+    await asyncio.wait({closing}, timeout=30)
+    assert closing.done()
+    assert [driver["pid"] for driver in served.facts()["drivers"]] == [before]
 
 
 async def test_apps_with_other_settings_have_other_drivers(served: Served) -> None:

@@ -308,6 +308,8 @@ class DriverProcess:
         """End the connection, so that the driver ends by itself. Callers that wait get a `CallerError`, which says why."""
         self._start_failed(CallerError(why))
         self.connection.end(CallerError(why))
+        if self._child.is_shared:
+            self.send_sigkill(None)  # it serves others and does not end, so nothing is to wait for
 
     def kill_and_reap(self) -> None:
         """Kill and reap a process that has not ended yet. Leave it to the system if it does not end within ABORT_S."""
