@@ -73,7 +73,7 @@ from aionn.remote.calls import (
     ReleasePreparedModel,
     SharedModelFacts,
 )
-from aionn.remote.connection import Connection, Descriptors
+from aionn.remote.connection import Connection, Descriptors, PeerLimits
 from aionn.remote.control import ATTACHED, PROTOCOL, Attach, ControlError, Ready, Refused, failure_of
 from aionn.remote.fences import Waits, check_fence, dependency_failed, execute_fenced_by, refusal, signal_outcome, since_launch
 from aionn.sandbox.report import Confinement
@@ -199,7 +199,10 @@ class ClientTables:
         try:
             for table in (self.bursts, self.buffers, self.prepared):
                 while table:
-                    await table.popitem()[1].aclose()
+                    try:
+                        await table.popitem()[1].aclose()
+                    except Exception:
+                        logger.exception("something of a client could not be freed")
         finally:
             self.of_all.discard(self)
 
@@ -319,8 +322,8 @@ class DeviceService:
         self._last_number = 0 if brought_by is None else ATTACHED
         self._cancellable: dict[int, asyncio.Task[Any] | None] = {}  # by call, while it may be stopped
         self.ended = asyncio.Event()
-        most = QUOTAS.messages_per_second if self.made.app else 0
-        self._connection = Connection(sock, self._call, self.end, None, self._cancel_soon, self._attach, most_per_second=most)
+        limits = PeerLimits(QUOTAS.messages_per_second if self.made.app else 0)
+        self._connection = Connection(sock, self._call, self.end, None, self._cancel_soon, self._attach, limits=limits)
         self.made.of_all.add(self.made)
 
     async def start(self) -> None:
@@ -341,6 +344,9 @@ class DeviceService:
         if not stat.S_ISSOCK(os.fstat(message.socket).st_mode):
             raise ControlError("the app sent a client without a socket")
         sock = socket.socket(fileno=descriptors.take(message.socket))
+        if (sock.family, sock.type) != (socket.AF_UNIX, socket.SOCK_STREAM):
+            sock.close()
+            raise ControlError("the app sent a client with a socket of another kind; a client comes with a Unix stream socket")
         guest = 0 if self.made.app else message.guest  # an app cannot speak for another one
         service = DeviceService(self._device, sock, self._tasks, None, self._confinement, self, guest)
         if held is not None:
@@ -354,16 +360,15 @@ class DeviceService:
         try:
             try:
                 self.made.check_quota("clients", 0)
+                await self.start()
+                await self.ended.wait()
             except QuotaError as error:
                 self._connection.greet(Refused(failure_of(error)))
-                self.end(None)
-            else:
-                await self.start()
-            await self.ended.wait()
-            async with asyncio.timeout(CLEAN_UP_S):
-                await self.aclose()
+            # However long a run takes that is under way: what is not freed now would stay as long as the driver.
+            await self.aclose()
         except Exception:  # an error of one client must not end the others
-            logger.exception("device %r could not serve or free one of its clients", self._device.name)
+            logger.exception("device %r could not serve one of its clients", self._device.name)
+            self.end(None)
         finally:
             self._brought_by.brought.remove(self)
 
@@ -384,6 +389,9 @@ class DeviceService:
         await self.brought.aclose()
         for number in list(self._waits):
             self._end_waits(number)
+        for task in list(self._cancellable.values()):
+            if task is not None:
+                task.cancel()
         await self.made.aclose()
 
     def _call(self, call_id: int, body: HalCall[Any], descriptors: Descriptors) -> None:
@@ -421,6 +429,8 @@ class DeviceService:
         # Views keep alive what an engine uses in place.
         with Received(descriptors) as received:
             answer = await self._answer(call_id, body, received)
+        if self.ended.is_set():
+            await self.made.aclose()  # the client has gone meanwhile, and `aclose` did not see what this call has made
         self._connection.reply(call_id, answer)
 
     async def _answer(self, call_id: int, body: HalCall[Any], received: Received) -> object:

@@ -35,7 +35,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 
@@ -49,6 +49,7 @@ from aionn.memory.region import Access, MappingError, Region
 from aionn.remote.calls import Fd, HalCall, LentMemory
 from aionn.remote.control import (
     HEADER,
+    MAX_BODY_BYTES,
     MAX_DESCRIPTORS,
     Attach,
     CallMessage,
@@ -71,6 +72,9 @@ from aionn.remote.control import (
 _CHUNK_BYTES = 256 * 1024
 _READS_PER_WAKE = 16
 """Reads in one callback. After them, the loop's other work has its turn."""
+
+_MOST_UNREAD = 256
+"""So many frames wait for a peer that is one of many. While it does not read them, nothing more of it is taken in."""
 
 _LAST_READS = 4096
 """Reads from a peer that is dead. No socket holds more, so only another process that shares the peer's end could go on."""
@@ -159,6 +163,21 @@ NO_DESCRIPTORS = Descriptors()
 """Of all messages that come without any."""
 
 
+class PeerLimits(NamedTuple):
+    """What a peer may send that is one of many, and must not harm the others. So its memory must be sealed, too.
+
+    Attributes:
+        messages_per_second: so many are taken in within a second. Further ones wait in the socket. 0: it is the only peer.
+        message_bytes: of the largest message.
+    """
+
+    messages_per_second: int = 0
+    message_bytes: int = MAX_BODY_BYTES
+
+
+ONLY_PEER = PeerLimits()
+
+
 class ControlSocket:
     """One end of the control socket. Takes over `sock`."""
 
@@ -168,13 +187,9 @@ class ControlSocket:
         on_message: Callable[[Message, Descriptors], None],
         on_end: Callable[[Exception | None], None],
         loop: Loop | None = None,
-        most_per_second: int = 0,
+        limits: PeerLimits = ONLY_PEER,
     ) -> None:
-        """`most_per_second`: so many messages are taken in within a second. Further ones wait in the socket.
-
-        It is given for a peer that is one of many, and must not harm the others. So its memory must be sealed, too. 0: the only peer.
-        """
-        self._most_per_second, self._second, self._taken_in, self._held_back = most_per_second, 0.0, 0, False
+        self._limits, self._second, self._taken_in, self._held_back = limits, 0.0, 0, False
         self._loop = loop or running_loop()
         sock.setblocking(False)
         self._socket = sock
@@ -301,7 +316,7 @@ class ControlSocket:
             Descriptors(fds).close()
             self._received.append(Descriptors(lost=True))
         elif fds:
-            self._received.append(Descriptors(fds, sealed=self._most_per_second > 0))
+            self._received.append(Descriptors(fds, sealed=self._limits.messages_per_second > 0))
         if not chunk:
             return False
         self._incoming += chunk
@@ -313,13 +328,13 @@ class ControlSocket:
 
     def _parse(self) -> None:
         while not self._closed and not self._held_back and len(self._incoming) >= HEADER.size:
-            length, descriptors = decode_header(bytes(self._incoming[: HEADER.size]))
+            length, descriptors = decode_header(bytes(self._incoming[: HEADER.size]), self._limits.message_bytes)
             end = HEADER.size + length
             if len(self._incoming) < end:
                 return
             body = memoryview(self._incoming)[HEADER.size : end].tobytes()
             del self._incoming[:end]
-            if self._most_per_second:
+            if self._limits.messages_per_second:
                 self._count()
             fds = self._received.popleft() if descriptors and self._received else NO_DESCRIPTORS
             try:
@@ -333,20 +348,23 @@ class ControlSocket:
                 raise
 
     def _count(self) -> None:
-        """Count a message, and read no more in this second after the last one that is allowed in it."""
+        """Count a message, and read no more in this second after the last one that is allowed in it, or while the peer reads nothing."""
         now = time.monotonic()
         if now - self._second >= 1.0:
             self._second, self._taken_in = now, 0
         self._taken_in += 1
-        if self._taken_in == self._most_per_second:
+        if self._taken_in == self._limits.messages_per_second or len(self._outgoing) >= _MOST_UNREAD:
             self._held_back = True
             self._loop.remove_reader(self._fd)
             self._loop.call_later(self._second + 1.0 - now, self._read_again)
 
     def _read_again(self) -> None:
-        self._held_back = False
         if self._closed:
             return
+        if len(self._outgoing) >= _MOST_UNREAD:
+            self._loop.call_later(1.0, self._read_again)
+            return
+        self._held_back = False
         self._loop.add_reader(self._fd, self._readable)
         try:
             self._parse()
@@ -418,7 +436,7 @@ class Connection:
         on_cancel: called with the id of a call for which the peer has stopped waiting.
         on_attach: called with a message that brings one more client. It owns the descriptors.
         loop: what it waits by, if that is not the running loop: a thread's waits.
-        most_per_second: so many messages of the peer are taken in within a second; see `ControlSocket`.
+        limits: what the peer may send.
     """
 
     def __init__(
@@ -430,7 +448,7 @@ class Connection:
         on_cancel: Callable[[int], None] | None = None,
         on_attach: Callable[[Attach, Descriptors], None] | None = None,
         loop: Loop | None = None,
-        most_per_second: int = 0,
+        limits: PeerLimits = ONLY_PEER,
     ) -> None:
         self._loop = loop or running_loop()
         self._calls: dict[int, _Calling[Any]] = {}
@@ -441,7 +459,7 @@ class Connection:
         self._on_greeting = on_greeting
         self._on_cancel = on_cancel
         self._on_attach = on_attach
-        self._channel = ControlSocket(sock, self._message, on_end, self._loop, most_per_second)
+        self._channel = ControlSocket(sock, self._message, on_end, self._loop, limits)
         leave_in_child(self)
 
     @property

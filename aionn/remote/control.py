@@ -203,16 +203,16 @@ def encode(message: Message) -> tuple[bytes, list[int]]:
     return HEADER.pack(len(body), len(fds), 0) + body, fds
 
 
-def decode_header(header: bytes) -> tuple[int, int]:
-    """Return the length of the body and the number of descriptors.
+def decode_header(header: bytes, most_bytes: int = MAX_BODY_BYTES) -> tuple[int, int]:
+    """Return the length of the body, at most `most_bytes`, and the number of descriptors.
 
     Raises:
         ControlError: a frame cannot begin with these bytes.
     """
     length, descriptors, zero = HEADER.unpack(header)
-    if zero or length > MAX_BODY_BYTES or descriptors > MAX_DESCRIPTORS:
+    if zero or length > most_bytes or descriptors > MAX_DESCRIPTORS:
         raise ControlError(
-            f"the peer announced a frame of {length} bytes with {descriptors} descriptors; at most {MAX_BODY_BYTES} and "
+            f"the peer announced a frame of {length} bytes with {descriptors} descriptors; at most {most_bytes} and "
             f"{MAX_DESCRIPTORS} are allowed"
         )
     return length, descriptors

@@ -70,7 +70,7 @@ class Drivers:
             return
         for key, opened in list(self._runtimes.items()):
             if not opened.devices.has_drivers and not self._uses[opened]:
-                del self._runtimes[key]
+                del self._runtimes[key], self._uses[opened]
                 await opened.aclose()
                 return
         raise CallerError(

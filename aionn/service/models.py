@@ -37,6 +37,9 @@ OPTIONS = ("preference", "priority", "threads", "instances")
 """What a client may say about how its model is prepared, as `Runtime.compile` takes it."""
 
 
+_O_PATH = 0o10000000  # such a descriptor proves no right to read, and the service would open the file by its own rights
+
+
 def cache_folder() -> str:
     """Return where compilations for clients without a loop are kept."""
     return os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "aionn", "service")
@@ -57,11 +60,12 @@ class KeptModels:
             AionnError: as `Runtime.compile`.
         """
         found = os.fstat(file)
-        if not stat.S_ISREG(found.st_mode) or fcntl.fcntl(file, fcntl.F_GETFL) & os.O_ACCMODE == os.O_WRONLY:
+        flags = fcntl.fcntl(file, fcntl.F_GETFL)
+        if not stat.S_ISREG(found.st_mode) or flags & _O_PATH or flags & os.O_ACCMODE == os.O_WRONLY:
             raise CallerError("the descriptor of the model is not of a file that can be read; open the model's file for reading")
         how = _checked(asked.options)
         which = found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
-        key = (id(opened), which, asked.devices, tuple(sorted(how.items())))
+        key = (opened, which, asked.devices, tuple(sorted(how.items())))
         async with self._locks.setdefault(key, asyncio.Lock()):
             parts = self._kept.get(key)
             if parts is None:

@@ -7,7 +7,7 @@ Invariants
     An app gets its connection with a driver, and descriptors that it may only read. No text of one app reaches another one.
     What a guest has in a driver is freed when its connection ends, and when its process ends, also if a child of it holds the connection.
     A driver that has had no guest for `IDLE_DRIVER_S` is ended.
-    A service that was taken over accepts no app. It ends with its drivers' last guests.
+    A service that was taken over accepts no app, and ends with its drivers' last guests. If the other one does not serve, it goes on.
     Drivers that have guests at the end of the service are not ended: they serve open bursts for a while, and end by themselves.
 """
 
@@ -30,7 +30,7 @@ from aionn.errors import AionnError, CallerError, DriverDiedError, ServiceDiedEr
 from aionn.hal.types import Priority
 from aionn.hal.values import as_messages
 from aionn.pages.layout import RELEASE
-from aionn.remote.attaching import peer_of, pidfd_of_peer
+from aionn.remote.attaching import connect, peer_of, pidfd_of_peer
 from aionn.remote.calls import (
     ConnectDriver,
     ConnectedDriver,
@@ -53,7 +53,7 @@ from aionn.remote.calls import (
     TakenOver,
     TakeOver,
 )
-from aionn.remote.connection import Connection, Descriptors
+from aionn.remote.connection import Connection, Descriptors, PeerLimits
 from aionn.remote.control import ATTACHED, PROTOCOL, ControlError, Refused, ServiceReady, failure_of
 from aionn.remote.device import RemoteDevice
 from aionn.runtime.open_runtime import OpenRuntime
@@ -72,6 +72,20 @@ LOOK_S = 10.0
 """How often the service looks for drivers that nothing uses."""
 
 MOST_APPS = 256
+MOST_OF_A_PROCESS = 64
+"""How many connections one process has, so that it leaves some to others."""
+
+MOST_CALLS = 64
+"""How many calls of one app are answered at a time."""
+
+LIMITS = PeerLimits(messages_per_second=1000, message_bytes=1 << 20)
+MOST_DRIVERS = 64
+TAKE_OVER_S = 10.0
+"""A service that takes over greets within this time, or the other one goes on."""
+
+NO_ROOM_S = 1.0
+"""A service that has no descriptor left looks again for new apps after so long."""
+
 CLOSE_S = 10.0
 
 
@@ -85,11 +99,15 @@ class App:
         self._pidfd = pidfd_of_peer(sock)
         if self._pidfd >= 0:
             asyncio.get_running_loop().add_reader(self._pidfd, self._process_ended)
-        self.connection = Connection(sock, self._call, self._socket_ended)
+        self._in_flight = 0
+        self.connection = Connection(sock, self._call, self._socket_ended, limits=LIMITS)
         self.connection.greet(ServiceReady(PROTOCOL, RELEASE))
 
     def _call(self, call_id: int, body: HalCall[Any], descriptors: Descriptors) -> None:
+        if self._in_flight >= MOST_CALLS:
+            raise CallerError(f"the service answers {MOST_CALLS} calls of this app now, which is the most; wait for some of them")
         self._service.tasks.start_soon(self._answer, call_id, body, descriptors, name=type(body).__name__)
+        self._in_flight += 1
 
     async def _answer(self, call_id: int, body: HalCall[Any], descriptors: Descriptors) -> None:
         try:
@@ -99,6 +117,7 @@ class App:
                 logger.exception("a call of app %d failed", self.pid)
             self.connection.reply_failure(call_id, error)
         finally:
+            self._in_flight -= 1
             descriptors.close()
 
     def _socket_ended(self, error: Exception | None) -> None:
@@ -146,6 +165,7 @@ class Service:
         self._models = KeptModels()
         self._watched: WeakSet[RemoteDevice] = WeakSet()
         self._stop = asyncio.Event()
+        self._handing_over = False
         self._draining = anyio.CancelScope()
         self.leaves_drivers = False
         self.tasks = OwnedTasks(self._close, "service")
@@ -155,7 +175,7 @@ class Service:
         import_needed()
         await self.tasks.open()
         try:
-            asyncio.get_running_loop().add_reader(self._socket().fileno(), self._accept)
+            self._listen()
             while not self._stop.is_set():
                 with anyio.move_on_after(LOOK_S):
                     await self._stop.wait()
@@ -179,6 +199,10 @@ class Service:
 
     # --- apps --------------------------------------------------------------------------------------------------------
 
+    def _listen(self) -> None:
+        if self._listening is not None and self._listening.sock.fileno() >= 0 and not self._handing_over:
+            asyncio.get_running_loop().add_reader(self._listening.sock.fileno(), self._accept)
+
     def _accept(self) -> None:
         while True:
             try:
@@ -186,7 +210,10 @@ class Service:
             except BlockingIOError:
                 return
             except OSError as error:
-                logger.warning("an app could not attach: %s", error.strerror)
+                loop = asyncio.get_running_loop()
+                loop.remove_reader(self._socket().fileno())  # the app stays in the queue, so the loop would come back at once
+                loop.call_later(NO_ROOM_S, self._listen)
+                logger.warning("an app cannot attach now: %s", error.strerror)
                 return
             self._attach(sock)
 
@@ -197,8 +224,10 @@ class Service:
             sock.close()
             return
         sock.setblocking(False)
-        if len(self._apps) >= MOST_APPS:
-            refusal = CallerError(f"{MOST_APPS} apps are attached to this service, which is the most; end one of them")
+        of_process = sum(app.pid == pid for app in self._apps.values()) if pid else 0  # other pid namespaces have no number
+        if len(self._apps) >= MOST_APPS or of_process >= MOST_OF_A_PROCESS:
+            who = f"{MOST_APPS} apps are attached" if of_process < MOST_OF_A_PROCESS else f"process {pid} is attached {of_process} times"
+            refusal = CallerError(f"{who} to this service, which is the most; end one of them")
             connection = Connection(sock, _ignore, lambda error: None)
             connection.greet(Refused(failure_of(refusal)))
             connection.end(refusal)
@@ -233,7 +262,7 @@ class Service:
             case Evict(key=key):
                 app.connection.reply(call_id, await self._evict(key))
             case TakeOver():
-                self._hand_over(app, call_id)
+                await self._hand_over(app, call_id)
             case _:
                 raise CallerError(f"a service does not answer {type(body).__name__}; a driver does")
 
@@ -241,6 +270,10 @@ class Service:
         async with self._drivers.using(body) as opened:
             self._socket()  # another service may have taken over meanwhile
             device = opened.devices.find(body.device, Priority.LOW if body.when_idle else Priority.MEDIUM)
+            if device.pid is None and sum(each.pid is not None for _, each in self._drivers.devices()) >= MOST_DRIVERS:
+                raise CallerError(
+                    f"this service has {MOST_DRIVERS} drivers, which is the most; use devices that have one, or end some apps"
+                )
             remote = await opened.devices.live(device)
             # An app may see the end of a driver before this process does. So the driver is asked for a sign of life.
             while await _guests_of(device) is None:
@@ -328,14 +361,27 @@ class Service:
 
     # --- the end -----------------------------------------------------------------------------------------------------
 
-    def _hand_over(self, app: App, call_id: int) -> None:
-        """Let the service that has asked listen from now on."""
-        listening, self._listening = self._listening, None
-        if listening is None or listening.lock < 0:
-            self._listening = listening
+    async def _hand_over(self, app: App, call_id: int) -> None:
+        """Let the service that has asked listen from now on. If it does not serve soon, this one goes on."""
+        self._socket()
+        listening = self._listening
+        assert listening is not None
+        if listening.lock < 0:
             raise CallerError("systemd has made this service's socket; restart the unit (systemctl --user restart aionn)")
-        asyncio.get_running_loop().remove_reader(listening.sock.fileno())
+        if self._handing_over:
+            raise CallerError("another service is taking over now; ask that one")
         app.connection.reply(call_id, TakenOver(Fd(listening.sock.fileno()), Fd(listening.lock)))
+        asyncio.get_running_loop().remove_reader(listening.sock.fileno())
+        self._handing_over = True
+        try:
+            serves = await _greets(listening.path)
+        finally:
+            self._handing_over = False
+        if not serves:
+            logger.warning("process %d has asked for the socket and does not serve, so this service goes on", app.pid)
+            self._listen()
+            return
+        self._listening = None
         listening.leave()
         logger.info("service %d takes over; this one ends with its last guest", app.pid)
         for other in list(self._apps.values()):
@@ -346,7 +392,7 @@ class Service:
     async def _close(self) -> None:
         if self._listening is not None:
             asyncio.get_running_loop().remove_reader(self._listening.sock.fileno())
-            self._listening.end()
+            self._listening.leave() if self._handing_over else self._listening.end()
         for app in list(self._apps.values()):
             self.remove(app)
         for _, device in self._drivers.devices():
@@ -355,6 +401,16 @@ class Service:
                 logger.info("drivers serve the streams of their apps for some time")
                 return
         await self._drivers.aclose()
+
+
+async def _greets(path: str) -> bool:
+    """Return whether a service accepts connections at `path` within a while."""
+    try:
+        with connect(path) as sock:
+            async with asyncio.timeout(TAKE_OVER_S):
+                return bool(await asyncio.get_running_loop().sock_recv(sock, 1))
+    except (AionnError, OSError):  # a timeout is an OSError, too
+        return False
 
 
 async def _guests_of(device: Device) -> tuple[GuestFacts, ...] | None:

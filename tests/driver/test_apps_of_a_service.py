@@ -175,6 +175,42 @@ async def test_device_buffers(driver: Driver, quotas: Any) -> None:
     assert len(driver.device.buffers) == 0
 
 
+async def test_a_client_that_goes_ends_its_preparation(driver: Driver) -> None:
+    driver.engine.go.clear()
+    async with driver.app(7) as app:
+        asking = asyncio.create_task(prepare(app))
+        await until(lambda: driver.engine.compiled == 1)
+    with pytest.raises(DriverDiedError):
+        await asking
+    await gone(driver, 7)
+    await until(lambda: not driver.device.sharing._flights)
+    driver.engine.go.set()
+    async with driver.app(8) as other:
+        await prepare(other)
+    assert driver.engine.compiled == 2
+
+
+async def test_what_a_call_makes_after_its_client_has_gone_is_freed(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    allocate, go, made = driver.device.allocate, asyncio.Event(), asyncio.Event()
+
+    async def late(*given: Any) -> Any:
+        await go.wait()
+        made.set()
+        return await allocate(*given)
+
+    monkeypatch.setattr(driver.device, "allocate", late)
+    async with driver.app(7) as app:
+        model = await prepare(app)
+        asking = asyncio.create_task(app.allocate(BufferDesc((1, N)), [model], [BufferRole(0, 0, 1.0)], []))
+        await until(lambda: driver.used(7).requests_in_flight == 1)
+    with pytest.raises(DriverDiedError):
+        await asking
+    await gone(driver, 7)
+    go.set()
+    await made.wait()
+    await until(lambda: len(driver.device.buffers) == 0)
+
+
 async def test_bursts_and_what_they_map(driver: Driver, quotas: Any) -> None:
     quotas(bursts=1, mapped_bytes=8192)
     model = aionn.Model.from_onnx(scaled_model(FACTOR))

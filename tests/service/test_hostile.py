@@ -1,0 +1,262 @@
+"""Hostile and careless apps at the socket of a service: they harm neither the service, nor its drivers, nor other apps."""
+
+from __future__ import annotations
+
+import os
+import resource
+import select
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import anyio
+import anyio.lowlevel
+import msgspec
+import pytest
+
+import aionn
+from aionn.remote import connection
+from aionn.remote.calls import Drain, EndGuest, Evict, Fd, FreeBuffer, Guests, ListShared, OpenModel, Quarantine, ReadService, TakeOver
+from aionn.remote.connection import ControlSocket, PeerLimits
+from aionn.remote.control import Attach, CallMessage, Cancel, Failed, Refused, encode
+from aionn.service import server
+from aionn.service.listening import listen
+from aionn.service.server import Service
+from tests.service.hostile import DEFAULTS, MODEL, Hostile, begun_frame, descriptors_of, hostile
+from tests.service.served import Served, evicted, serving
+
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("surroundings")]
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    with serving() as made:
+        yield made
+
+
+@pytest.fixture
+def served(folder: Path) -> Iterator[Served]:
+    service = Served(folder)
+    try:
+        yield service
+        assert "Traceback" not in service.log, service.log
+    finally:
+        service.end()
+
+
+def until(holds: Callable[[], bool], seconds: float = 30) -> None:
+    by = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < by
+        time.sleep(0.05)
+
+
+def cpu_s(pid: int) -> float:
+    """The CPU time that a process has used so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def sentence(failed: object) -> str:
+    assert isinstance(failed, Failed), failed
+    return failed.failure.message
+
+
+KILLED_APP = """
+import asyncio, sys
+import numpy as np
+import aionn
+from aionn.testing import identity_model
+
+SLOW = ["tests.service.slow_engine:SlowEngine"]
+
+def model(width):
+    return aionn.Model.from_onnx(identity_model({"input": (1, width)}))
+
+async def main(path):
+    async with aionn.Runtime(service=path, start=()) as runtime:
+        compilations = [await runtime.compile(model(width), devices=SLOW) for width in (3, 4)]
+        async with compilations[0].burst() as burst:
+            await burst.compute({"input": np.ones((1, 3), np.float32)})
+            asyncio.ensure_future(burst.compute({"input": np.full((1, 3), 7, np.float32)}))
+            await asyncio.sleep(0.3)
+            print("now", flush=True)
+            await asyncio.sleep(100)
+
+asyncio.run(main(*sys.argv[1:]))
+"""
+
+
+def test_an_app_that_is_killed_in_a_long_run_leaves_no_model(served: Served) -> None:
+    """The run takes longer than the driver waits for the end of a burst."""
+    with subprocess.Popen([sys.executable, "-c", KILLED_APP, served.path], stdout=subprocess.PIPE) as app:
+        assert app.stdout is not None
+        assert app.stdout.readline() == b"now\n"
+        assert len(served.guests()) == 1
+        app.kill()
+    until(lambda: served.guests() == [])
+    (driver,) = served.facts()["drivers"]
+    assert [model["apps"] for model in driver["models"]] == [[]] * len(driver["models"])
+    assert all(model["idle_s"] > 0 for model in driver["models"])
+    assert evicted(served.path) == len(driver["models"]) >= 2
+
+
+def test_clients_with_other_sockets_stay_nowhere(served: Served, folder: Path) -> None:
+    with hostile(served.path) as app:
+        app.open_model(folder).close()
+        pid = served.facts()["drivers"][0]["pid"]
+        until(lambda: served.guests() == [])
+        before = descriptors_of(pid)
+        for kind in (socket.SOCK_DGRAM, socket.SOCK_STREAM):
+            for _ in range(20):
+                guest = app.open_model(folder)
+                with socket.socket(socket.AF_INET, kind) as other:
+                    guest.post(Attach(Fd(other.fileno()), 1))
+                with suppress(EOFError, ConnectionResetError):
+                    guest.read()
+                guest.close()
+        until(lambda: served.guests() == [] and descriptors_of(pid) <= before)
+
+
+def test_a_guest_brings_no_more_clients_than_its_quota_and_speaks_for_no_other_app(served: Served, folder: Path) -> None:
+    with hostile(served.path) as app, hostile(served.path) as other:
+        victim, guest = other.open_model(folder), app.open_model(folder)
+        held = []
+        for _ in range(20):
+            ours, theirs = socket.socketpair()
+            with theirs:
+                guest.post(Attach(Fd(theirs.fileno()), 1, 2))
+            held.append(Hostile(ours))
+        assert sum(isinstance(client.greeting, Refused) for client in held) == 13
+        for call in (Guests(), EndGuest(2), Drain(), Evict(""), Quarantine(((1, 2**62),)), ListShared()):
+            assert "service" in sentence(guest.call(call))
+            assert "service" in sentence(held[0].call(call))
+        assert victim.call(FreeBuffer(0)) is None
+        guest.close()
+        for client in held:
+            client.close()
+        until(lambda: len(served.guests()) == 1)
+        victim.close()
+
+
+async def test_a_service_that_is_taken_over_by_a_process_that_dies_goes_on(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "TAKE_OVER_S", 0.3)
+    path = str(folder / "service.sock")
+    service = Service(listen(path))
+    async with anyio.create_task_group() as group:
+        group.start_soon(service.serve)
+
+        def dies() -> None:
+            with hostile(path) as first, hostile(path) as second:
+                taken = first.call(TakeOver())
+                assert "another service is taking over" in sentence(second.call(TakeOver()))
+                os.close(taken.listening)
+                os.close(taken.lock)
+
+        await anyio.to_thread.run_sync(dies)
+        with anyio.fail_after(30):
+            async with aionn.Runtime(service=path, start=()) as runtime:
+                await runtime.compile(aionn.Model.from_onnx(MODEL), devices=["reference"])
+        with pytest.raises(aionn.CallerError, match="listens at"):
+            listen(path)
+        service.end()
+    listen(path).end()
+
+
+@pytest.mark.parametrize("kind", ["path", "write", "folder", "zero", "pipe", "socket", "sparse"])
+def test_what_is_no_readable_file_is_no_model(served: Served, folder: Path, kind: str) -> None:
+    file = folder / "model.onnx"
+    file.write_bytes(MODEL)
+    with hostile(served.path) as app, socket.socket(socket.AF_UNIX) as sock:
+        pipe = os.pipe()
+        opened = {
+            "path": lambda: os.open(file, os.O_PATH),
+            "write": lambda: os.open(file, os.O_WRONLY),
+            "folder": lambda: os.open(folder, os.O_RDONLY),
+            "zero": lambda: os.open("/dev/zero", os.O_RDONLY),
+            "pipe": lambda: os.dup(pipe[0]),
+            "socket": lambda: os.dup(sock.fileno()),
+            "sparse": lambda: os.open(file, os.O_RDWR),
+        }[kind]()
+        if kind == "sparse":
+            os.truncate(file, 0)
+            os.truncate(file, 1 << 40)
+        assert sentence(app.call(OpenModel(Fd(opened), "", ("reference",))))
+        for fd in (opened, *pipe):
+            os.close(fd)
+        assert app.call(DEFAULTS).pid in [driver["pid"] for driver in served.facts()["drivers"]]
+
+
+def test_what_an_app_sends_is_bounded(served: Served) -> None:
+    with hostile(served.path) as app:
+        app.sock.sendall(begun_frame(server.LIMITS.message_bytes + 1, 0))
+        with pytest.raises((EOFError, ConnectionResetError)):
+            app.read()
+    with hostile(served.path) as app:
+        assert "expected the fields" in sentence(app.call(msgspec.structs.replace(DEFAULTS, needs=b"{{")))
+    held = [Hostile.at(served.path) for _ in range(server.MOST_OF_A_PROCESS + 5)]
+    assert [isinstance(each.greeting, Refused) for each in held[:-6]] == [False] * (server.MOST_OF_A_PROCESS - 1)
+    refused = held[-1].greeting
+    assert isinstance(refused, Refused)
+    assert f"process {os.getpid()} is attached {server.MOST_OF_A_PROCESS} times" in refused.failure.message
+    for each in held:
+        each.close()
+    until(lambda: len(served.facts()["apps"]) == 1)
+
+
+def test_a_service_without_descriptors_waits_for_some(served: Served) -> None:
+    pid = served.process.pid
+    before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (descriptors_of(pid), before[1]))
+    waiting = []
+    for _ in range(3):
+        app = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        app.connect(served.path)
+        waiting.append(app)
+    before_s = cpu_s(pid)
+    time.sleep(2.5)
+    assert cpu_s(pid) - before_s < 0.5
+    assert 1 <= served.log.count("an app cannot attach now") <= 4
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
+    for app in waiting:
+        Hostile(app).close()
+
+
+async def test_a_peer_that_reads_nothing_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only what it has sent before waits for it, so a peer that only writes takes no memory."""
+    monkeypatch.setattr(connection, "_MOST_UNREAD", 16)
+    ours, theirs = socket.socketpair()
+    theirs.setblocking(False)
+    answer, taken_in = Cancel(1), 0
+
+    def echo(message: object, descriptors: object) -> None:
+        nonlocal taken_in
+        taken_in += 1
+        channel.post(answer)
+
+    channel = ControlSocket(ours, echo, lambda error: None, limits=PeerLimits(10**9))
+    frame = encode(CallMessage(1, ReadService()))[0] * 100
+    try:
+        by = time.monotonic() + 3
+        while time.monotonic() < by and taken_in < 10**6:
+            with suppress(BlockingIOError):
+                theirs.send(frame)
+            await anyio.lowlevel.checkpoint()
+        before = taken_in
+        assert before < 10**6
+        assert select.select([], [theirs], [], 0)[1] == []
+        while select.select([theirs], [], [], 0)[0]:
+            theirs.recv(1 << 20)
+            await anyio.lowlevel.checkpoint()
+        with anyio.fail_after(10):
+            while taken_in == before:
+                await anyio.sleep(0.05)
+                with suppress(BlockingIOError):
+                    theirs.recv(1 << 20)
+    finally:
+        channel.close()
+        theirs.close()
