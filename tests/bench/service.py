@@ -37,6 +37,7 @@ from tests.bench.real_subjects import silero_subject
 from tests.bench.starts import Bench, divided
 from tests.bench.starts_models import subjects
 from tests.bench.starts_processes import Worker, descendants, group_bytes
+from tests.bench.starts_worker import arrays
 from tests.service.served import Served, serving
 
 STREAMS = Path(__file__).with_name("service_worker.py")
@@ -51,6 +52,9 @@ COUNTED_FRAMES, COUNTED_S = 10_000, 10.0
 
 KILLS, FIRST_KILLS, BETWEEN_S = 50, 5, 0.2
 """Apps that are killed, those of them before the first look at the driver, and how long a new one streams before."""
+
+WARM = 30
+"""Frames that do not count, while a flood begins."""
 
 ENDLESS = 10**9
 SHARED, OWN = "one service", "own drivers"
@@ -157,7 +161,7 @@ async def first_results(report: Report, options: Options) -> None:
 # ---- V3, V4: frames ----------------------------------------------------------------------------------------------------------
 
 
-def streaming(bench: Bench, service: str, rate: float, **more: Any) -> dict[str, Any]:
+def streaming_given(bench: Bench, service: str, rate: float, **more: Any) -> dict[str, Any]:
     """Return what a process of `tests.bench.service_worker` needs to know."""
     shown = {"camera": False, "offset": 0.0, "count": ENDLESS, "device": DEVICE, **more}
     return {**bench.given("hit"), "kind": "stream", "service": service, "rate": rate, **shown}
@@ -188,7 +192,7 @@ def _six(bench: Bench, service: Served | None, frames: int, stack: ExitStack) ->
     workers = []
     for camera in range(CAMERAS):
         more = {"camera": True, "offset": camera / CAMERAS, "count": frames}
-        given = streaming(bench, service.path if service else OFF, CAMERA_RATE, **more)
+        given = streaming_given(bench, service.path if service else OFF, CAMERA_RATE, **more)
         workers.append(stack.enter_context(Worker(given, STREAMS)))
     for worker in workers:
         worker.answer()
@@ -274,7 +278,6 @@ async def deaths(report: Report, options: Options) -> None:
     errors = [error for answer in killed for error in answer["errors"]]
     report.say(f"errors of the others: {errors[:3]}")
     report.check("B3", "errors of the others", [float(len(errors))], 0.0)
-    report.check("B3", "p99 of the others: apps are killed / apps end", ratios(lanes, "apps are killed", "apps end", "p99"), 1.2)
     report.check("B3", "latest frame / twice the p99 while apps end", [worst_us[1] / 2 / p99_us], 1.0)
     for name, value in before.items():
         if name.endswith("MB"):
@@ -288,7 +291,7 @@ Held = dict[str, float]
 
 def _changing(bench: Bench, service: Served, killed: bool) -> tuple[list[dict[str, Any]], Held, Held]:
     """Let one of the streams come and go. Returns what the others say, and what driver and service hold near the start and at the end."""
-    given = streaming(bench, service.path, STREAM_RATE)
+    given = streaming_given(bench, service.path, STREAM_RATE)
     with ExitStack() as stack:
         staying = [stack.enter_context(Worker(given, STREAMS)) for _ in range(STREAMING - 1)]
         for worker in staying:
@@ -341,7 +344,7 @@ async def flooded(report: Report, options: Options) -> None:
                 alone = _paced(bench, service, options.frames)
                 if bench is heavy:
                     runs_us.append(float(np.median(alone["taken_us"])))
-                flood = {**streaming(heavy, service.path, 0.0), "kind": "flood", "bursts": FLOODED}
+                flood = {**streaming_given(heavy, service.path, 0.0), "kind": "flood", "bursts": FLOODED}
                 with Worker(flood, STREAMS) as flooding:
                     flooding.answer()
                     flooding.go_on()
@@ -361,8 +364,60 @@ async def flooded(report: Report, options: Options) -> None:
     report.check("B9", "errors of the stream", [float(len(errors))], 0.0)
 
 
+async def overtaken(report: Report, options: Options) -> None:
+    """B9: how many runs of the flood end during a call of the stream. Other work on the machine changes that less than times.
+
+    Both apps are runtimes of this process, so that one loop sees their answers in the order in which they come.
+    """
+    found: dict[str, list[float]] = {}
+    with ExitStack() as held:
+        heavy, light = held.enter_context(bench_of("orientation")), held.enter_context(bench_of("silero"))
+        service = held.enter_context(served())
+        for name, bench in (("the same model", heavy), ("another model", light)):
+            for _ in range(options.rounds):
+                async with AsyncExitStack() as stack:
+                    flooding, streaming = [await _app(stack, service, each) for each in (heavy, bench)]
+                    bursts = [await stack.enter_async_context(flooding.burst()) for _ in range(FLOODED)]
+                    stream = await stack.enter_async_context(streaming.burst())
+                    counts = await _counts(bursts, arrays(heavy.given("hit")), stream, arrays(bench.given("hit")), options.frames)
+                for percentile in (50, 90, 99):
+                    found.setdefault(f"{name}, p{percentile}", []).append(float(np.percentile(counts, percentile)))
+    report.note("runs of the flood that end during a call of the stream", found, "runs")
+    for name in ("the same model", "another model"):
+        report.check("B9", f"{name}, runs of the flood during a call, p90", found[f"{name}, p90"], 2.0)
+
+
+async def _app(stack: AsyncExitStack, service: Served, bench: Bench) -> aionn.Compilation:
+    runtime = await stack.enter_async_context(aionn.Runtime(service=service.path, start=()))
+    return await runtime.compile(await runtime.load(bench.subject.path), devices=(DEVICE,))
+
+
+async def _counts(bursts: Sequence[aionn.Burst], flood: Any, stream: aionn.Burst, inputs: Any, frames: int) -> list[int]:
+    """Return for each frame how many runs of the flood ended before its answer came."""
+    ended, calls = False, 0
+
+    async def flat_out(burst: aionn.Burst) -> None:
+        nonlocal calls
+        while not ended:
+            await burst.compute(flood)
+            calls += 1
+
+    found = []
+    async with asyncio.TaskGroup() as group:
+        for burst in bursts:
+            group.create_task(flat_out(burst))
+        for number in range(WARM + frames):
+            await asyncio.sleep(1 / STREAM_RATE)
+            before = calls
+            await stream.compute(inputs)
+            if number >= WARM:
+                found.append(calls - before)
+        ended = True
+    return found
+
+
 def _paced(bench: Bench, service: Served, count: int) -> dict[str, Any]:
-    with Worker(streaming(bench, service.path, STREAM_RATE, count=count), STREAMS) as worker:
+    with Worker(streaming_given(bench, service.path, STREAM_RATE, count=count), STREAMS) as worker:
         worker.answer()
         worker.go_on()
         return worker.answer()
@@ -385,7 +440,7 @@ async def idle(report: Report, options: Options) -> None:
         own = [memory_bytes(pid, "Private_Dirty", "Private_Clean") / 2**20]
     report.note("memory of the idle service", {"RSS": rss, "of that private": own}, "MiB")
     report.check("B11", "RSS of the idle service, MiB", rss, 30.0)
-    report.check("B11", "wake-ups of it a second", woken, 1.2)
+    report.check("B11", "wake-ups of it a second", woken, 1.0)
 
 
 def _wake_ups(pid: int) -> int:
@@ -402,9 +457,10 @@ GROUPS: Groups = (
     (("V4",), frames),
     (("B3",), deaths),
     (("B9",), flooded),
+    (("B9",), overtaken),
     (("B11",), idle),
 )
-ROWS = tuple(row for rows, _ in GROUPS for row in rows)
+ROWS = tuple(dict.fromkeys(row for rows, _ in GROUPS for row in rows))
 
 
 def main(argv: list[str]) -> None:
