@@ -4,6 +4,7 @@ Invariants
     One service at a time listens at a path: the one that holds the lock beside the socket. The lock ends with the process that holds it,
     however it ends, so a socket that is left over is recognised, and replaced.
     A service that takes over inherits the socket itself, so no app is refused meanwhile.
+    A service removes no socket but its own, also where its folder has been removed and another service listens at the same path.
 """
 
 from __future__ import annotations
@@ -32,7 +33,13 @@ class Listening:
     def __init__(self, sock: socket.socket, lock: int, path: str) -> None:
         self.sock, self.path = sock, path
         self.lock = lock
+        self._inode = _inode(path)
         sock.setblocking(False)
+
+    @property
+    def reachable(self) -> bool:
+        """Whether the socket still lies at its path. The path may have been removed, and may be another service's now."""
+        return not self.path or (self._inode is not None and _inode(self.path) == self._inode)
 
     def leave(self) -> None:
         """Stop listening. The socket lives on with another service that has taken it over."""
@@ -43,7 +50,7 @@ class Listening:
 
     def end(self) -> None:
         """Stop listening, and remove the socket."""
-        if self.lock >= 0 and self.path:
+        if self.lock >= 0 and self.path and self.reachable:
             with suppress(FileNotFoundError):  # the system removes the folder at the end of the user's last login
                 os.unlink(self.path)
         self.leave()
@@ -109,6 +116,14 @@ def listen(path: str) -> Listening:
         os.close(lock)
         raise
     return Listening(sock, lock, path)
+
+
+def _inode(path: str) -> tuple[int, int] | None:
+    try:
+        found = os.lstat(path)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def _check_folder(folder: str) -> None:

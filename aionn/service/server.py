@@ -180,6 +180,9 @@ class Service:
                 with anyio.move_on_after(LOOK_S):
                     await self._stop.wait()
                 await self._end_unused()
+                if (listening := self._listening) is not None and not listening.reachable:
+                    logger.warning("the socket %s has been removed, so this service ends with its last guest", listening.path)
+                    self._step_back(listening)
             if self._listening is None:
                 with self._draining:
                     await _drain(self._drivers.devices())
@@ -381,12 +384,17 @@ class Service:
             logger.warning("process %d has asked for the socket and does not serve, so this service goes on", app.pid)
             self._listen()
             return
+        logger.info("service %d takes over; this one ends with its last guest", app.pid)
+        self._step_back(listening, app)
+
+    def _step_back(self, listening: Listening, successor: App | None = None) -> None:
+        """Listen no more, and end with the last guest."""
+        asyncio.get_running_loop().remove_reader(listening.sock.fileno())
         self._listening = None
         listening.leave()
-        logger.info("service %d takes over; this one ends with its last guest", app.pid)
         for other in list(self._apps.values()):
-            if other is not app:
-                self.remove(other)  # it attaches to the other service when it needs a driver
+            if other is not successor:
+                self.remove(other)  # it attaches to another service when it needs a driver
         self.end()
 
     async def _close(self) -> None:

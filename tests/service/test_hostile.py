@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import select
+import shutil
 import socket
 import subprocess
 import sys
@@ -165,6 +166,29 @@ async def test_a_service_that_is_taken_over_by_a_process_that_dies_goes_on(folde
             listen(path)
         service.end()
     listen(path).end()
+
+
+async def test_a_service_whose_folder_was_removed_ends_and_leaves_the_next_one_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "LOOK_S", 0.1)
+    run = folder / "run"
+    path = str(run / "service.sock")
+    old = listen(path)
+    shutil.rmtree(run)
+    new = listen(path)
+    old.end()
+    assert new.reachable
+    service = Service(new)
+    async with anyio.create_task_group() as group:
+        group.start_soon(service.serve)
+        await anyio.sleep(0.3)
+        assert not service._stop.is_set()
+        shutil.rmtree(run)
+        with anyio.fail_after(10):
+            await service._stop.wait()
+        newest = listen(path)
+    assert newest.reachable
+    newest.end()
+    assert not newest.reachable
 
 
 @pytest.mark.parametrize("kind", ["path", "write", "folder", "zero", "pipe", "socket", "sparse"])
