@@ -31,10 +31,10 @@ from aionn.hal.model import PooledModel
 from aionn.hal.values import from_messages
 from aionn.loopless import checked_name, deadline_of, seconds_until
 from aionn.remote.attached import GREETING_S, AttachedDriver
-from aionn.remote.attaching import VARIABLE, checked_service, connect, other_protocol, service_path
-from aionn.remote.calls import Fd, HalCall, OpenModel
+from aionn.remote.attaching import VARIABLE, called_by_service, checked_service, connect, refusal_in, service_path
+from aionn.remote.calls import Fd, OpenModel
 from aionn.remote.connection import Connection, Descriptors
-from aionn.remote.control import PROTOCOL, ControlError, Ready, Refused, ServiceReady, error_of
+from aionn.remote.control import Ready, Refused, ServiceReady
 from aionn.remote.device import RemotePreparedModel
 from aionn.runtime.executing.arguments import Arguments
 from aionn.runtime.executing.execution import Executor
@@ -123,7 +123,7 @@ def _socket_path(service: str | os.PathLike[str] | None) -> str:
     """
     said = (os.environ.get(VARIABLE) or "auto") if service is None else service
     if said == "off":
-        raise DeviceUnavailableError("", f"{VARIABLE} is 'off', so there is no service to attach to; give service=PATH")
+        raise DeviceUnavailableError("", f"{VARIABLE} is 'off', so this app uses no service; give the path of its socket as service=")
     return service_path() if said == "auto" else checked_service(said)[0]
 
 
@@ -207,7 +207,7 @@ class _ServiceClient:
         if seconds_until(deadline_ns) == 0.0:
             raise DeadlineError("the service was not asked, because the deadline has come")
         self._greeting = greeting = self.waits.create_future()
-        connection = self._connection = Connection(connect(self._path), _refuse_call, self._ended, self._greeted, loop=self.waits)
+        connection = self._connection = Connection(connect(self._path), called_by_service, self._ended, self._greeted, loop=self.waits)
         late = self.waits.call_later(GREETING_S if deadline_ns is None else min(GREETING_S, seconds_until(deadline_ns)), self._late)
         try:
             await greeting
@@ -223,14 +223,11 @@ class _ServiceClient:
 
     def _greeted(self, greeting: Ready | Refused | ServiceReady, descriptors: Descriptors) -> None:
         descriptors.close()
-        if isinstance(greeting, Refused):
-            self._greeting.set_exception(error_of(greeting.failure))
-        elif not isinstance(greeting, ServiceReady):
-            raise ControlError("a driver greeted where a service was expected")
-        elif greeting.protocol != PROTOCOL:
-            self._greeting.set_exception(other_protocol(self._path, greeting))
-        else:
+        refusal = refusal_in(greeting, self._path)
+        if refusal is None:
             self._greeting.set_result(None)
+        else:
+            self._greeting.set_exception(refusal)
 
     def _ended(self, error: Exception | None) -> None:
         why = f"the service at {self._path} has ended" if error is None else f"the connection to the service failed: {error}"
@@ -255,10 +252,6 @@ class _ServiceClient:
         if file >= 0:
             os.close(file)
         self.waits.close()
-
-
-def _refuse_call(call_id: int, body: HalCall[Any], descriptors: Descriptors) -> None:
-    raise ControlError(f"the service called {type(body).__name__}, which only an app answers")
 
 
 async def _no_loop(work: Coroutine[Any, Any, T], deadline_ns: int | None) -> T:

@@ -86,7 +86,7 @@ async def _serve(path: str, replace: bool, state_dir: str) -> None:
 
 async def _taken_over(path: str) -> Listening | None:
     """Return the socket of the service that listens at `path`, or None if none does."""
-    link = ServiceLink(path, lambda: None)
+    link = ServiceLink(path)
     try:
         connection = await link.attach()
         taken, descriptors = await connection.call(TakeOver())
@@ -165,7 +165,7 @@ def _path(path: str | None) -> str:
 
 async def _asked(path: str, call: HalCall[T]) -> T:
     """Return the service's answer to a call."""
-    link = ServiceLink(path, lambda: None)
+    link = ServiceLink(path)
     try:
         answer, _ = await (await link.attach()).call(call)
         return answer

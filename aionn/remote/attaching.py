@@ -11,9 +11,12 @@ import os
 import socket
 import stat
 import struct
+from typing import Any
 
-from aionn.errors import CallerError, DeviceUnavailableError
-from aionn.remote.control import PROTOCOL, ServiceReady
+from aionn.errors import AionnError, CallerError, DeviceUnavailableError
+from aionn.remote.calls import HalCall
+from aionn.remote.connection import Descriptors
+from aionn.remote.control import PROTOCOL, ControlError, Ready, Refused, ServiceReady, error_of
 
 SOCKET_NAME = "service.sock"
 
@@ -91,11 +94,26 @@ def connect(path: str) -> socket.socket:
     return sock
 
 
-def other_protocol(path: str, greeting: ServiceReady) -> DeviceUnavailableError:
-    """Return the error for a service that speaks another protocol than this app."""
+def refusal_in(greeting: Ready | Refused | ServiceReady, path: str) -> AionnError | None:
+    """Return why an app cannot use the service that has greeted so, or None if it can.
+
+    Raises:
+        ControlError: a driver has greeted.
+    """
+    if isinstance(greeting, Refused):
+        return error_of(greeting.failure)
+    if not isinstance(greeting, ServiceReady):
+        raise ControlError("a driver greeted where a service was expected")
+    if greeting.protocol == PROTOCOL:
+        return None
     older, newer = ("the service", "this app") if greeting.protocol < PROTOCOL else ("this app", "the service")
     what = f"the service at {path} (aionn {greeting.release}) speaks protocol {greeting.protocol}, this app {PROTOCOL}"
     return DeviceUnavailableError("", f"{what}; upgrade {older} to the release of {newer}")
+
+
+def called_by_service(call_id: int, body: HalCall[Any], descriptors: Descriptors) -> None:
+    """Take a call of the service, which makes none."""
+    raise ControlError(f"the service called {type(body).__name__}, which only an app does")
 
 
 def peer_of(sock: socket.socket) -> tuple[int, int]:

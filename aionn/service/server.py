@@ -20,7 +20,7 @@ import socket
 import time
 from collections.abc import Iterable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakSet
 
 import anyio
@@ -39,7 +39,6 @@ from aionn.remote.calls import (
     EndGuest,
     Evict,
     Fd,
-    GuestFacts,
     Guests,
     HalCall,
     ListShared,
@@ -49,7 +48,6 @@ from aionn.remote.calls import (
     Quarantine,
     ReadService,
     ServiceFacts,
-    SharedModelFacts,
     TakenOver,
     TakeOver,
 )
@@ -65,6 +63,7 @@ from aionn.service.models import KeptModels
 from aionn.service.quarantine import Suspects
 from aionn.tasks import OwnedTasks
 
+T = TypeVar("T")
 logger = logging.getLogger("aionn.service")
 
 IDLE_DRIVER_S = 30.0
@@ -179,6 +178,7 @@ class Service:
             while not self._stop.is_set():
                 with anyio.move_on_after(LOOK_S):
                     await self._stop.wait()
+                    break
                 await self._end_unused()
                 if (listening := self._listening) is not None and not listening.reachable:
                     logger.warning("the socket %s has been removed, so this service ends with its last guest", listening.path)
@@ -279,7 +279,7 @@ class Service:
                 )
             remote = await opened.devices.live(device)
             # An app may see the end of a driver before this process does. So the driver is asked for a sign of life.
-            while await _guests_of(device) is None:
+            while await _asked(device, Guests()) is None:
                 remote = await opened.devices.live(device)
             self._watch(remote)
             pid, page, pidfd = device.pid, -1, remote.pidfd()
@@ -314,9 +314,7 @@ class Service:
         """Free what no app holds. Returns how many executables went."""
         count = 0
         for _, device in self._drivers.devices():
-            if (remote := serving(device)) is not None:
-                freed, _ = await remote.connection.call(Evict(key))
-                count += freed
+            count += await _asked(device, Evict(key)) or 0
         return count
 
     # --- drivers -----------------------------------------------------------------------------------------------------
@@ -341,10 +339,9 @@ class Service:
         drivers = []
         pids = {app.number: app.pid for app in self._apps.values()}
         for _, device in self._drivers.devices():
-            guests = await _guests_of(device)
-            remote = serving(device)
-            if guests is not None and device.pid is not None and remote is not None:
-                models = await _models_of(device)
+            guests = await _asked(device, Guests())
+            models = await _asked(device, ListShared())
+            if guests is not None and models is not None and device.pid is not None:
                 known = tuple(msgspec.structs.replace(each, guest=pids.get(each.guest, 0)) for each in guests)
                 drivers.append(DriverFacts(device.name, device.pid, device.low_priority is None, known, models))
         seconds = time.monotonic() - self._began_s
@@ -354,10 +351,11 @@ class Service:
         """End drivers that have had no guest and no model for a while."""
         now_s = time.monotonic()
         for opened, device in self._drivers.devices():
-            guests = await _guests_of(device)
+            guests = await _asked(device, Guests())
             if guests is None or device.pid is None:
                 continue
-            if guests or await _models_of(device):
+            kept = await _asked(device, ListShared())
+            if guests or kept:
                 self._unused_since.pop(device.pid, None)
             elif now_s - self._unused_since.setdefault(device.pid, now_s) >= IDLE_DRIVER_S:
                 opened.devices.end_unused(device.name, Priority.LOW if device.low_priority is None else Priority.MEDIUM)
@@ -404,7 +402,7 @@ class Service:
         for app in list(self._apps.values()):
             self.remove(app)
         for _, device in self._drivers.devices():
-            if await _guests_of(device):
+            if await _asked(device, Guests()):
                 self.leaves_drivers = True
                 logger.info("drivers serve the streams of their apps for some time")
                 return
@@ -421,28 +419,16 @@ async def _greets(path: str) -> bool:
         return False
 
 
-async def _guests_of(device: Device) -> tuple[GuestFacts, ...] | None:
-    """Return who uses the driver of a device, or None if it has none."""
+async def _asked(device: Device, call: HalCall[T]) -> T | None:
+    """Return the answer of a device's driver, or None if it has no driver, or one that has ended meanwhile."""
     remote = serving(device)
     if remote is None:
         return None
     try:
-        guests, _ = await remote.connection.call(Guests())
+        answer, _ = await remote.connection.call(call)
     except AionnError:
-        return None  # it has ended meanwhile
-    return guests
-
-
-async def _models_of(device: Device) -> tuple[SharedModelFacts, ...]:
-    """Return what the driver of a device keeps for apps. It is empty if the device has none."""
-    remote = serving(device)
-    if remote is None:
-        return ()
-    try:
-        models, _ = await remote.connection.call(ListShared())
-    except AionnError:
-        return ()  # it has ended meanwhile
-    return models
+        return None
+    return answer
 
 
 def _close_open(*fds: int) -> None:
@@ -455,15 +441,7 @@ async def _drain(devices: Iterable[tuple[OpenRuntime, Device]]) -> None:
     """Wait until no driver has a guest any more."""
     async with anyio.create_task_group() as draining:
         for _, device in devices:
-            if (remote := serving(device)) is not None:
-                draining.start_soon(_drained, remote.connection)
-
-
-async def _drained(connection: Connection) -> None:
-    try:
-        await connection.call(Drain())
-    except AionnError:
-        return  # it has ended, and its guests have no driver any more
+            draining.start_soon(_asked, device, Drain())
 
 
 def _ignore(call_id: int, body: HalCall[Any], descriptors: Descriptors) -> None:

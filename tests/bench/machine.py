@@ -80,7 +80,7 @@ def memory_bytes(pid: int, *kinds: str) -> int:
 async def system_calls(pid: int, act: Callable[[], Awaitable[object]]) -> int | None:
     """Return how many system calls a process makes while `act` runs, as strace counts them.
 
-    Returns None, without `act`, where there is no strace or where it may not attach.
+    Where strace is missing or may not attach, it calls nothing and returns None.
     """
     if shutil.which("strace") is None:
         return None

@@ -45,7 +45,7 @@ async def connected(*compilations: aionn.Compilation) -> None:
 
 @pytest.fixture
 async def fakes(fake: FakeDevice) -> AsyncIterator[list[aionn.Compilation]]:
-    """Three compilations on one driver that can be told to hang or fail."""
+    """Three compilations on one driver. The tests let this driver hang or fail."""
     async with aionn.Runtime() as runtime:
         found = [await runtime.compile(model(), devices=(fake.name,)) for _ in range(3)]
         await connected(*found)
@@ -226,7 +226,7 @@ async def test_device_memory_lies_between_two_steps(sent: list[int]) -> None:
 
 
 async def test_a_first_step_that_needs_more_room_is_waited_for(sent: list[int]) -> None:
-    """Its first run is no success in the driver, so the app decides, and sends the second step again."""
+    """The first step fails once in the driver, for want of room. The app repeats it, and then sends the second step again."""
     text = """<ir_version: 8, opset_import: ["" : 17]>
         g (float[n] x) => (float[m] y, float[1] sum) {
             zero = Constant<value_ints = [0]>()

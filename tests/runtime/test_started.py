@@ -472,7 +472,7 @@ async def test_without_descriptors_a_start_fails_and_later_ones_work(first: aion
                 break
         with pytest.raises((aionn.MemoryAllocationError, aionn.CallerError)):
             first.start({"x": X}, after=(gate,))
-        plain = first.start({"x": X})  # needs no descriptor, but for its fence
+        plain = first.start({"x": X})  # only its fence needs a descriptor
         with pytest.raises(aionn.MemoryAllocationError):
             plain.fence()
     finally:

@@ -15,6 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from aionn.service.server import Service
+
 READY = b"READY=1"
 
 
@@ -90,6 +92,16 @@ def serving() -> Iterator[Path]:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+class Looking(Service):
+    """A service in this process, so that its times can be short. It counts how often it has looked for unused drivers."""
+
+    looks = 0
+
+    async def _end_unused(self) -> None:
+        await super()._end_unused()
+        self.looks += 1
 
 
 APP = """

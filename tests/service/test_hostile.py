@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -28,25 +28,9 @@ from aionn.service import server
 from aionn.service.listening import listen
 from aionn.service.server import Service
 from tests.service.hostile import DEFAULTS, MODEL, Hostile, begun_frame, descriptors_of, hostile
-from tests.service.served import Served, evicted, serving
+from tests.service.served import Looking, Served, evicted
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("surroundings")]
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    with serving() as made:
-        yield made
-
-
-@pytest.fixture
-def served(folder: Path) -> Iterator[Served]:
-    service = Served(folder)
-    try:
-        yield service
-        assert "Traceback" not in service.log, service.log
-    finally:
-        service.end()
 
 
 def until(holds: Callable[[], bool], seconds: float = 30) -> None:
@@ -73,7 +57,7 @@ import numpy as np
 import aionn
 from aionn.testing import identity_model
 
-SLOW = ["tests.service.slow_engine:SlowEngine"]
+SLOW = ["tests.service.number_engines:NumberEngine"]
 
 def model(width):
     return aionn.Model.from_onnx(identity_model({"input": (1, width)}))
@@ -84,7 +68,9 @@ async def main(path):
         async with compilations[0].burst() as burst:
             await burst.compute({"input": np.ones((1, 3), np.float32)})
             asyncio.ensure_future(burst.compute({"input": np.full((1, 3), 7, np.float32)}))
-            await asyncio.sleep(0.3)
+            (device,) = [device for device in runtime.devices if device.pid]
+            while device.activity.state != "executing":
+                await asyncio.sleep(0.01)
             print("now", flush=True)
             await asyncio.sleep(100)
 
@@ -177,10 +163,12 @@ async def test_a_service_whose_folder_was_removed_ends_and_leaves_the_next_one_a
     new = listen(path)
     old.end()
     assert new.reachable
-    service = Service(new)
+    service = Looking(new)
     async with anyio.create_task_group() as group:
         group.start_soon(service.serve)
-        await anyio.sleep(0.3)
+        with anyio.fail_after(10):
+            while service.looks < 3:  # noqa: ASYNC110 -- a look has no event
+                await anyio.sleep(0.05)
         assert not service._stop.is_set()
         shutil.rmtree(run)
         with anyio.fail_after(10):

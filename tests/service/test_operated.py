@@ -16,16 +16,10 @@ import pytest
 import aionn
 from aionn.cli.checks.service import service as checked_service
 from aionn.service.units import NAMES, write_units
-from tests.service.served import Served, alive, serving
+from tests.service.served import Served, alive
 from tests.service.test_service import MODEL, REFERENCE, pid_of, right, until
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("surroundings")]
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    with serving() as made:
-        yield made
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import signal
 import socket
 import struct
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
@@ -28,28 +28,13 @@ from aionn.service import drivers, server
 from aionn.service.listening import listen
 from aionn.testing import identity_model
 from tests.leaks import driver_pids, leak_check
-from tests.service.served import App, Served, alive, evicted, forked_app, odd_descriptor, parent_of, serving
+from tests.service.served import App, Looking, Served, alive, evicted, forked_app, odd_descriptor, parent_of
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("surroundings")]
 
 SHAPE = (1, 16)
 MODEL = aionn.Model.from_onnx(identity_model({"input": SHAPE}))
 REFERENCE = ["reference"]
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    with serving() as made:
-        yield made
-
-
-@pytest.fixture
-def served(folder: Path) -> Iterator[Served]:
-    service = Served(folder)
-    try:
-        yield service
-    finally:
-        service.end()
 
 
 async def right(call: Callable[..., Awaitable[aionn.Outputs]], number: float) -> None:
@@ -316,7 +301,7 @@ async def test_nonsense_at_the_socket_ends_its_sender_alone(served: Served) -> N
 
 async def test_the_third_death_by_one_model_puts_it_in_quarantine(served: Served) -> None:
     """Another model on the same device goes on to be served."""
-    device = ["tests.service.crashing_engine:CrashingEngine"]
+    device = ["tests.service.number_engines:NumberEngine"]
     other = aionn.Model.from_onnx(identity_model({"input": SHAPE, "more": SHAPE}))
     async with aionn.Runtime(service=served.path, start=()) as runtime:
         compilation = await runtime.compile(MODEL, devices=device)
@@ -413,16 +398,6 @@ async def test_a_service_that_stands_still_is_named(served: Served, monkeypatch:
                 await runtime.compile(MODEL, devices=["onnxruntime"])
         finally:
             served.process.send_signal(signal.SIGCONT)
-
-
-class Looking(server.Service):
-    """A service in this process, so that its times can be short. It counts how often it has looked for unused drivers."""
-
-    looks = 0
-
-    async def _end_unused(self) -> None:
-        await super()._end_unused()
-        self.looks += 1
 
 
 @asynccontextmanager

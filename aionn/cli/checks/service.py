@@ -36,7 +36,7 @@ def service() -> Row:
 
 
 async def _attach(path: str) -> None:
-    link = ServiceLink(path, lambda: None)
+    link = ServiceLink(path)
     try:
         await link.attach()
     finally:

@@ -27,7 +27,6 @@ from aionn.hal.types import CacheFiles, DeviceType, Priority
 from aionn.pages.layout import Activity
 from aionn.remote.device import RemoteDevice
 from aionn.runtime.health import DeviceHealth
-from aionn.runtime.processes.handed import Handed, ServiceLink
 from aionn.runtime.processes.process import DriverProcess, Restarts, end_processes
 from aionn.runtime.processes.spawning import EARLY_S, USUAL, WHEN_IDLE, Settings, Spawned
 from aionn.runtime.processes.template import end_unused, leave_template, use_template
@@ -37,6 +36,7 @@ from aionn.tasks import Tasks, ThreadWork
 
 if TYPE_CHECKING:
     from aionn.caching.offers import CompileBackend
+    from aionn.runtime.processes.handed import Handed, ServiceLink
 
 logger = logging.getLogger("aionn.driver")
 
@@ -249,7 +249,7 @@ class Devices:
         self._retired: set[DriverProcess] = set()
         self._closed = False
         self._turn = anyio.Lock()
-        self.service = ServiceLink(settings.service, partial(_pass_over, self)) if settings.service else None
+        self.service = _link_of(self) if settings.service else None
         use_template(self)
 
     @property
@@ -516,6 +516,12 @@ def serving(device: Device) -> RemoteDevice | None:
 def devices_of(devices: Devices) -> list[Device]:
     """Return every device that has been asked for, with those of low priority."""
     return [device for usual in devices.by_name.values() for device in (usual, usual.low_priority) if device is not None]
+
+
+def _link_of(devices: Devices) -> ServiceLink:
+    from aionn.runtime.processes.handed import ServiceLink  # most apps start their drivers
+
+    return ServiceLink(devices.settings.service, partial(_pass_over, devices))
 
 
 def _pass_over(devices: Devices) -> None:

@@ -19,10 +19,10 @@ from collections.abc import Callable
 
 from aionn.errors import AionnError, DeadlineError, DeviceUnavailableError, ServiceDiedError
 from aionn.loopless import leave_in_child, running_loop
-from aionn.remote.attaching import connect, other_protocol
-from aionn.remote.calls import ConnectDriver, ConnectedDriver, HalCall
+from aionn.remote.attaching import called_by_service, connect, refusal_in
+from aionn.remote.calls import ConnectDriver, ConnectedDriver
 from aionn.remote.connection import Connection, Descriptors
-from aionn.remote.control import PROTOCOL, ControlError, Ready, Refused, ServiceReady, error_of
+from aionn.remote.control import Ready, Refused, ServiceReady
 from aionn.runtime.processes.child import Child
 from aionn.runtime.processes.spawning import WHEN_IDLE, Settings, needs_as_text
 
@@ -130,7 +130,7 @@ class Handed:
 class ServiceLink:
     """An app's connection to the service. Use it in the runtime's loop."""
 
-    def __init__(self, path: str, lost: Callable[[], None]) -> None:
+    def __init__(self, path: str, lost: Callable[[], None] = lambda: None) -> None:
         """`lost` is called when the connection has ended: what the service has handed out goes on, and new work needs another service."""
         self.path = path
         self._lost = lost
@@ -169,14 +169,7 @@ class ServiceLink:
 
         def greeted(message: Ready | Refused | ServiceReady, descriptors: Descriptors) -> None:
             descriptors.close()
-            if isinstance(message, Refused):
-                settle(error_of(message.failure))
-            elif not isinstance(message, ServiceReady):
-                raise ControlError("a service greets as a service")
-            elif message.protocol != PROTOCOL:
-                settle(other_protocol(self.path, message))
-            else:
-                settle(None)
+            settle(refusal_in(message, self.path))
 
         def ended(error: Exception | None) -> None:
             why = "it has ended" if error is None else f"it broke the protocol ({error})"
@@ -187,7 +180,7 @@ class ServiceLink:
             if lost and connection is self._connection:
                 self._lost()
 
-        connection = Connection(connect(self.path), _answer_nothing, ended, greeted)
+        connection = Connection(connect(self.path), called_by_service, ended, greeted)
         try:
             async with asyncio.timeout(GREETING_S):
                 await greeting
@@ -226,7 +219,3 @@ class ServiceLink:
         """End the connection with the service. The connections to its drivers are their processes'."""
         if self._connection is not None:
             self._connection.end(ServiceDiedError("the runtime was closed"))
-
-
-def _answer_nothing(call_id: int, body: HalCall[object], descriptors: Descriptors) -> None:
-    raise ControlError(f"the service called {type(body).__name__}, which only an app does")

@@ -20,7 +20,7 @@ import signal
 import time
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import anyio
 import msgspec
@@ -35,12 +35,14 @@ from aionn.remote.calls import HalCall, LogLine
 from aionn.remote.connection import Connection, Descriptors
 from aionn.remote.control import PROTOCOL, STACKS_SIGNAL, ControlError, Ready, Refused, ServiceReady, error_of
 from aionn.remote.device import RemoteDevice
-from aionn.runtime.processes.handed import Handed
 from aionn.runtime.processes.liveness import Hang, Judge, waiting_cpu_ns, watch, watch_start
 from aionn.runtime.processes.spawning import DEFAULT_HANG_S, GRACE_S, KILL_S, USUAL, WHEN_IDLE, Settings, Spawned
 from aionn.runtime.processes.template import ABORT_S
 from aionn.runtime.record import DriverRecord, about
 from aionn.tasks import Tasks, bounded_shield
+
+if TYPE_CHECKING:  # most apps have no service
+    from aionn.runtime.processes.handed import Handed
 
 logger = logging.getLogger("aionn.driver")
 

@@ -11,7 +11,7 @@ Invariants
 from __future__ import annotations
 
 import weakref
-from asyncio import _get_running_loop  # the public one raises where there is no loop, and is then caught at every call
+from asyncio import _get_running_loop  # the public function raises where no loop runs, and each call would catch that
 from collections import Counter
 from collections.abc import Iterator
 from functools import partial
