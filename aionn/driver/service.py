@@ -546,10 +546,12 @@ class DeviceService:
             prepared = self.made.model(body.prepared)
             pools = self._pools(prepared, body, received)
             after = [Dependency(each.fd, each.is_event) for each in body.after]
+            # Before the loop turns, so that a release of the model that came together with the call ends this wait, too.
+            waits = self._waits.setdefault(body.prepared, Waits())
             # A run that has begun is not cancelled. A cancellation that has come together with the call is looked at first.
             with _cancelled_as_error(self._cancellable, call_id, "the execution was cancelled by its caller before it began"):
                 await asyncio.sleep(0)
-                failed = await self._waits.setdefault(body.prepared, Waits()).done(after, body.deadline_ns)
+                failed = await waits.done(after, body.deadline_ns)
             self.made.model(body.prepared)  # it may have been released meanwhile
             if failed is not None:
                 given = dependency_failed(failed)
