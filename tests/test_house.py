@@ -20,7 +20,7 @@ FLOORS = (
     {"runtime", "driver"},
     {"__init__", "blocking", "testing"},
     {"metrics", "otel", "sources", "fleet", "service"},
-    {"asgi", "ray"},
+    {"adapters", "asgi", "ray"},
     {"cli"},
     {"__main__"},
 )

@@ -82,7 +82,7 @@ class StateLeavings:
 def state_leavings(directory: Path) -> StateLeavings:
     """Return what a state directory holds in vain. A symlink, and a folder or a file of another account, is left alone."""
     folders = records_folders(directory)
-    files = [path for folder in (directory, *folders) for path in _own_files(folder)]
+    files = [path for folder in (directory, *folders) for path in _own_entries(folder, stat.S_ISREG)]
     return StateLeavings(
         tuple(path for path in files if _is_unfinished(path)),
         tuple(folder for folder in folders if _is_unused(folder)),
@@ -91,16 +91,13 @@ def state_leavings(directory: Path) -> StateLeavings:
 
 def records_folders(directory: Path) -> list[Path]:
     """Return the folders of devices in a state directory, sorted."""
-    with suppress(OSError):
-        if _is_own(directory.lstat(), stat.S_ISDIR):
-            return sorted(path for path in directory.iterdir() if _is_own(path.lstat(), stat.S_ISDIR))
-    return []
+    return _own_entries(directory, stat.S_ISDIR)
 
 
-def _own_files(folder: Path) -> list[Path]:
+def _own_entries(folder: Path, of_kind: Callable[[int], bool]) -> list[Path]:
     with suppress(OSError):
         if _is_own(folder.lstat(), stat.S_ISDIR):
-            return sorted(path for path in folder.iterdir() if _is_own(path.lstat(), stat.S_ISREG))
+            return sorted(path for path in folder.iterdir() if _is_own(path.lstat(), of_kind))
     return []
 
 
