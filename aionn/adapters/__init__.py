@@ -1,4 +1,4 @@
 """Clients and servers for systems that exist already: Frigate, Home Assistant, LiveKit agents and Pipecat.
 
-Each adapter has an extra of its own, and is the only module that imports the package of its system. This module imports nothing.
+Each adapter needs an extra of the same name. No other module imports the package of that system, and this one imports nothing.
 """
