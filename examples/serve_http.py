@@ -42,7 +42,7 @@ class ServerError(Exception):
 @contextmanager
 def server(model: Path) -> Iterator[str]:
     """Run `aionn serve-http` for the body, which begins when the model is compiled. Yields HOST:PORT."""
-    command = [sys.executable, "-m", "aionn", "serve-http", f"vad={model}", "--port", "0", "--device", "onnxruntime"]
+    command = [sys.executable, "-m", "aionn", "serve-http", f"vad={model}", "--listen", "127.0.0.1:0", "--device", "onnxruntime"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stderr is not None

@@ -30,8 +30,9 @@ MOST: dict[str, tuple[int, int, int]] = {
 # 370 of them are the template of drivers, 767 bursts for threads without a loop and further clients, 1,150 the joining of requests,
 # 165 (and 192 of C) the chains that wait in a driver,
 # 59 of C what the handlers of signals raise, 1,110 the service of all apps (it may have 2,500)
+# 24 the extra `cli`, completion, names of models in `cache ls`,
 # 348 the quotas, idle executables, quarantine and sealed memory in a driver that apps share
-MOST_CODE_LINES = 43_192
+MOST_CODE_LINES = 43_216
 MOST_FILES = 304
 MOST_LINES_OF_C = 5_764
 MOST_NAMES_DEFINED_TWICE = 0

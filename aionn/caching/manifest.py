@@ -23,6 +23,7 @@ from aionn.hal.types import CACHE_TOKEN_BYTES, MAX_CACHE_FILES, CacheFiles
 FORMAT = 1
 MAX_MANIFEST_BYTES = 64 * 1024
 MAX_PARTS_BYTES = 16 * 1024
+MAX_NAME_LENGTH = 255
 _HEAD = 65
 
 _Bytes32 = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
@@ -52,6 +53,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         declined: the device said that it does not cache this model.
         detail: why it declined, or empty.
         parts: what the key was made of (`encode_parts`), to explain a miss. It is empty if that is not known.
+        model_name: the name of the file that the model was read from, for people. It is empty if that is not known.
     """
 
     format: int = FORMAT
@@ -69,6 +71,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     declined: bool = False
     detail: str = ""
     parts: Annotated[bytes, msgspec.Meta(max_length=MAX_PARTS_BYTES)] = b""
+    model_name: Annotated[str, msgspec.Meta(max_length=MAX_NAME_LENGTH)] = ""
 
     @property
     def files(self) -> tuple[StoredFile, ...]:
@@ -86,7 +89,7 @@ class Wanted(msgspec.Struct, frozen=True):
 
     `model_digest` is empty where the model has not been digested, because the app gave another token. Then the key alone says which
     model is wanted. The digest is made before an entry is published. `parts` explains a miss and decides nothing. It is what the
-    key was made of, see `Manifest`.
+    key was made of, see `Manifest`. `model_name` decides nothing either.
     """
 
     key: bytes
@@ -96,6 +99,7 @@ class Wanted(msgspec.Struct, frozen=True):
     model_digest: bytes
     files: CacheFiles
     parts: bytes = b""
+    model_name: str = ""
 
 
 def file_names(files: CacheFiles) -> tuple[str, ...]:

@@ -19,7 +19,8 @@
 Results go to stdout: a table, or with `--json` one JSON value. Progress, warnings and errors go to stderr. Exit codes: 0 fine, 1
 the check or the work failed, 2 wrong usage, 130 interrupted by Ctrl-C. An error is one sentence, never a traceback.
 
-`main` is the console script and `python -m aionn`. Everything it needs is imported when it runs.
+`main` is the console script and `python -m aionn`. Everything it needs is imported when it runs. Cyclopts and Rich come with the
+extra `cli`, which an app that imports aionn does not need.
 """
 
 from __future__ import annotations
@@ -39,11 +40,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code.
     """
     import sys
+    from importlib.util import find_spec
 
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
         if given[:1] == ["top"] and _printed_snapshot(given):
             return 0
+        missing = [package for package in ("cyclopts", "rich") if find_spec(package) is None]
+        if missing:
+            print(f"aionn: the commands need {' and '.join(missing)}, not installed here; run pip install 'aionn[cli]'", file=sys.stderr)
+            return 1
         from aionn.cli.commands import run_command
 
         return run_command(arguments)

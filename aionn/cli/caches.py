@@ -41,13 +41,14 @@ def list_entries(directory: Path, as_json: bool) -> None:
 def _print_entries(found: Sequence[EntryInfo]) -> None:
     print_table(
         f"{entries(len(found))}, {size(sum(entry.size_bytes for entry in found))}",
-        ["entry", "device", "version", "model", "size>", "a hit saves>", "stored>", "used>", "state"],
+        ["entry", "model", "name", "device", "version", "size>", "a hit saves>", "stored>", "used>", "state"],
         [
             (
                 digest(entry.key),
-                entry.device,
-                entry.device_version,
                 digest(entry.model_digest),
+                entry.model_name or "?",
+                entry.device,
+                entry.device_version.partition(";")[0],  # the rest says for which processor and in which form; --json has it
                 size(entry.size_bytes),
                 duration(entry.saves_s),
                 ago(entry.created_s),

@@ -6,9 +6,9 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
-from cyclopts import App, CycloptsError, Parameter
+from cyclopts import App, CycloptsError, Parameter, UnusedCliTokensError
 
 from aionn.cli.printing import NotDoneError, UsageError, bytes_of, error_console, seconds_of, show_warnings
 from aionn.errors import AionnError, CallerError
@@ -177,8 +177,7 @@ def evict(key: str = "", /, *, socket: Socket = None, json: Json = False) -> Non
 @app.command(name="serve-http")
 def serve_http(
     *model: str,
-    host: str = "127.0.0.1",
-    port: int = 8000,
+    listen: str = "127.0.0.1:8000",
     device: DeviceNames = None,
     threads: Threads = None,
     cache_dir: Annotated[str | None, Parameter(name="--cache-dir")] = None,
@@ -192,8 +191,7 @@ def serve_http(
 
     Args:
         model: Path of an ONNX file, or NAME=PATH. Without a name it is served under the file's name, without its ending.
-        host: Address to listen on. 0.0.0.0 is every network of this machine.
-        port: Port to listen on. Port 0 takes a free one.
+        listen: HOST:PORT to listen on. Host 0.0.0.0 is every network of this machine. Port 0 takes a free one.
         device: Name of a device that may run the models; give it again for more. Default: the best one that can run each model.
         cache_dir: Take compilations from this cache, and store them there.
         state_dir: Folder of the records that vouch for the cache; it must last as long. Default: $XDG_STATE_HOME/aionn, else
@@ -202,7 +200,7 @@ def serve_http(
     """
     from aionn.cli.serving_http import ServeOptions, serve
 
-    options = ServeOptions(host, port, device, threads, cache_dir, state_dir, bytes_of(max_body, "--max-body"))
+    options = ServeOptions(listen, device, threads, cache_dir, state_dir, bytes_of(max_body, "--max-body"))
     serve(model, options)
 
 
@@ -327,6 +325,19 @@ def metrics(
         print_metrics(json)
     else:
         serve_metrics(listen)
+
+
+@app.command
+def completion(shell: Literal["bash", "zsh", "fish"], /) -> None:
+    """Print a script that lets a shell complete the commands and options of aionn at the Tab key.
+
+    For bash, write it to ~/.local/share/bash-completion/completions/aionn. For fish, write it to ~/.config/fish/completions/aionn.fish. For
+    zsh, write it to a file _aionn in a folder of $fpath.
+
+    Args:
+        shell: bash, zsh or fish.
+    """
+    print(app.generate_completion(prog_name="aionn", shell=shell))
 
 
 @cache.command
@@ -532,6 +543,10 @@ def run_command(arguments: Sequence[str] | None) -> int:
     try:
         app(arguments, exit_on_error=False, print_error=False, result_action="return_none")
         sys.stdout.flush()
+    except UnusedCliTokensError as error:
+        command = " ".join(("aionn", *(error.command_chain or ())))
+        words = " ".join(error.unused_tokens or ())
+        return _failed(f"{command} has no place for {words!r}; leave it out. See {command} --help.", 2)
     except CycloptsError as error:
         return _failed(f"{' '.join(str(error).split())} See aionn --help.", 2)
     except (UsageError, CallerError) as error:

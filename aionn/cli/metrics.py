@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import re
 import signal
-import socket
 import threading
 from types import FrameType
 
-from aionn.cli.printing import NotDoneError, UsageError, error_console, print_json
+from aionn.cli.printing import NotDoneError, UsageError, address_of, error_console, print_json, url_of
 
 try:
     from prometheus_client import CollectorRegistry, generate_latest, start_http_server
@@ -44,7 +42,7 @@ def serve_metrics(listen: str) -> None:
         UsageError: the address cannot be understood.
         NotDoneError: the address cannot be listened on.
     """
-    host, port = address(listen)
+    host, port = address_of(listen)
     everything, registry = _collector()
     everything.look()
     try:
@@ -59,8 +57,7 @@ def serve_metrics(listen: str) -> None:
 
     before = signal.signal(signal.SIGTERM, end)
     try:
-        shown = f"[{host}]" if ":" in host else host
-        text = f"aionn: serving metrics on http://{shown}:{server.server_address[1]}/metrics"
+        text = f"aionn: serving metrics on {url_of(host, server.server_address[1])}/metrics"
         error_console().print(text, markup=False, soft_wrap=True)
         while not over.wait(LOOK_S):
             everything.look()
@@ -70,23 +67,6 @@ def serve_metrics(listen: str) -> None:
         server.server_close()
         thread.join()
         everything.close()
-
-
-def address(listen: str) -> tuple[str, int]:
-    """Return host and port of HOST:PORT, with an IPv6 address in brackets.
-
-    Raises:
-        UsageError: it is not an address, or no such host is known.
-    """
-    parts = re.fullmatch(r"(?:\[(?P<six>[^\]]+)\]|(?P<host>[^:\[\]]+)):(?P<port>\d{1,5})", listen)
-    if parts is None or int(parts["port"]) > 65535:
-        raise UsageError(f"--listen {listen!r} is not HOST:PORT; give an address such as 127.0.0.1:9787 or [::1]:9787")
-    host = parts["six"] or parts["host"]
-    try:
-        socket.getaddrinfo(host, int(parts["port"]), type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError) as error:
-        raise UsageError(f"--listen {listen!r}: the host {host!r} is not known; give an address of this machine") from error
-    return host, int(parts["port"])
 
 
 def _collector() -> tuple[AllRuntimes, CollectorRegistry]:

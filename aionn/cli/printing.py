@@ -1,10 +1,11 @@
-"""What commands print: tables for people, JSON for programs, and one sentence for an error. Amounts that people type, too."""
+"""What commands print: tables for people, JSON for programs, and one sentence for an error. Amounts and addresses that people type, too."""
 
 from __future__ import annotations
 
 import json
 import logging
 import re
+import socket
 import sys
 import time
 from collections.abc import Sequence
@@ -32,6 +33,28 @@ class UsageError(Exception):
 
 class NotDoneError(Exception):
     """The command ran, and its check or its work failed. Exit code 1."""
+
+
+def address_of(listen: str) -> tuple[str, int]:
+    """Return host and port of HOST:PORT, with an IPv6 address in brackets.
+
+    Raises:
+        UsageError: it is not an address, or no such host is known.
+    """
+    parts = re.fullmatch(r"(?:\[(?P<six>[^\]]+)\]|(?P<host>[^:\[\]]+)):(?P<port>\d{1,5})", listen)
+    if parts is None or int(parts["port"]) > 65535:
+        raise UsageError(f"--listen {listen!r} is not HOST:PORT; give an address such as 127.0.0.1:9787 or [::1]:9787")
+    host = parts["six"] or parts["host"]
+    try:
+        socket.getaddrinfo(host, int(parts["port"]), type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        raise UsageError(f"--listen {listen!r}: the host {host!r} is not known; give an address of this machine") from error
+    return host, int(parts["port"])
+
+
+def url_of(host: str, port: int) -> str:
+    """Return the address as a URL without a path."""
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def error_console() -> Console:

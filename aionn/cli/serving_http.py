@@ -17,7 +17,7 @@ from typing import Any
 
 import anyio
 
-from aionn.cli.printing import NotDoneError, UsageError, error_console
+from aionn.cli.printing import NotDoneError, UsageError, address_of, error_console, url_of
 from aionn.driver.beginning import raise_file_limit
 from aionn.errors import AionnError
 from aionn.escapes import escaped
@@ -41,8 +41,7 @@ END_S = 10
 class ServeOptions:
     """How `aionn serve-http` serves. The command line describes each option."""
 
-    host: str
-    port: int
+    listen: str
     device: Sequence[str] | None
     threads: int | None
     cache_dir: str | None
@@ -61,7 +60,7 @@ def serve(models: Sequence[str], options: ServeOptions) -> None:
     raise_file_limit()  # each connection takes a descriptor, and the usual soft limit is 1024
     with _listening(options) as listening:
         host, port = listening.getsockname()[:2]
-        app.where = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        app.where = url_of(host, port)
         app.server = uvicorn.Server(server_config(app.made()))
         # uvicorn closes everything at a signal, and raises the signal again at its end. This handler takes that second one.
         before = signal.signal(signal.SIGTERM, lambda *_: None)
@@ -110,16 +109,13 @@ def _specs(models: Sequence[str], options: ServeOptions) -> Mapping[str, aionn.a
 
 
 def _listening(options: ServeOptions) -> socket.socket:
+    host, port = address_of(options.listen)
     try:
-        family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
-        return socket.create_server((options.host, options.port), family=family, backlog=2048)
-    except (OSError, OverflowError, UnicodeError) as error:
-        # The text of some errors has the address, too. The number of an unknown host is negative, and not the system's.
-        number = getattr(error, "errno", None) or 0
-        reason = os.strerror(number) if number > 0 else getattr(error, "strerror", None) or str(error)
-        raise NotDoneError(
-            f"cannot listen on port {options.port} of {options.host!r}: {reason}; give another address with --host and --port"
-        ) from error
+        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=2048)
+    except OSError as error:
+        # The text of some errors has the address, too.
+        reason = os.strerror(error.errno) if error.errno else str(error)
+        raise NotDoneError(f"cannot listen on {options.listen}: {reason}; give another address with --listen HOST:PORT") from error
 
 
 class _App:

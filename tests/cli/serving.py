@@ -65,7 +65,7 @@ class Server:
 def serve_http(*arguments: str, prefix: tuple[str, ...] = ()) -> Iterator[Server]:
     """Run the command for the body. `prefix`: a command that becomes the command behind it."""
     mark = uuid.uuid4().hex
-    command = [*prefix, sys.executable, "-m", "aionn", "serve-http", *arguments, "--port", "0"]
+    command = [*prefix, sys.executable, "-m", "aionn", "serve-http", *arguments, "--listen", "127.0.0.1:0"]
     environment = {**os.environ, MARK: mark}
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment)
     with process:

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import pty
+import shutil
 import signal
 import subprocess
 import sys
@@ -103,10 +104,12 @@ def test_the_cache_is_listed_verified_and_pruned(terminal: Terminal) -> None:
     terminal.run("compile", "model.onnx", "--cache-dir", "cache", "--device", "onnxruntime")
     out, _ = terminal.run("cache", "ls", "cache")
     assert out.splitlines()[0].startswith("2 entries")
-    assert [line.split()[1] for line in out.splitlines()[2:]] == [FAKE, "onnxruntime"]
+    assert [line.split()[2:4] for line in out.splitlines()[2:]] == [["model.onnx", FAKE], ["model.onnx", "onnxruntime"]]
+    assert ";" not in out
     entries = terminal.json("cache", "ls", "cache")
     assert [entry["device"] for entry in entries] == [FAKE, "onnxruntime"]
     assert all(len(entry["key"]) == 64 and entry["size_bytes"] > 0 and not entry["superseded"] for entry in entries)
+    assert ";" in entries[1]["device_version"]
     assert terminal.run("cache", "verify", "cache")[0] == "2 entries, all as stored\n"
     assert terminal.json("cache", "verify", "cache") == {"entries": 2, "bad": []}
     assert terminal.run("cache", "prune", "cache")[0].startswith("0 entries removed")
@@ -238,6 +241,8 @@ def test_run_writes_a_trace(terminal: Terminal) -> None:
         (("cache", "prune", "full", "--max-bytes", "lots"), 2, "500M or 2G"),
         (("cache", "mend", "full"), 2, "mend"),
         (("fly",), 2, 'Unknown command "fly"'),
+        (("devices", "onnxruntime"), 2, "aionn devices has no place for 'onnxruntime'"),
+        (("completion", "tcsh"), 2, '"bash", "zsh", "fish"'),
     ],
 )
 def test_an_error_is_one_sentence_and_an_exit_code(
@@ -366,3 +371,39 @@ def test_a_model_of_two_inputs_gets_random_numbers_where_none_are_given(terminal
 )
 def test_sizes_and_times_are_said_in_words(found: str, words: str) -> None:
     assert found == words
+
+
+def test_the_name_of_a_model_file_may_be_any_name(terminal: Terminal) -> None:
+    name = b"\xff" + b"\x1b" * 100 + b".onnx"  # not UTF-8, and longer than a manifest has room for, once it can be printed
+    (terminal.directory / "model.onnx").rename(os.fsdecode(bytes(terminal.directory) + b"/" + name))
+    terminal.run("compile", os.fsdecode(name), "--cache-dir", "cache", "--device", FAKE)
+    (entry,) = terminal.json("cache", "ls", "cache")
+    assert entry["model_name"] == ("\\udcff" + "\\x1b" * 100)[:255]
+
+
+@pytest.mark.parametrize("missing", [("cyclopts",), ("cyclopts", "rich")])
+def test_without_the_packages_of_the_commands_they_name_the_extra(missing: tuple[str, ...]) -> None:
+    gone = f"import sys; sys.modules.update(dict.fromkeys({missing!r}))"
+    command = [sys.executable, "-c", f"{gone}; from aionn.cli import main; sys.exit(main(['devices']))"]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    sentence = f"aionn: the commands need {' and '.join(missing)}, not installed here; run pip install 'aionn[cli]'\n"
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", sentence)
+
+
+COMPLETIONS = {
+    "bash": 'source "$0"; COMP_WORDS=(aionn cache ""); COMP_CWORD=2; _aionn; printf "%s\\n" "${COMPREPLY[@]}"',
+    "fish": 'source $argv[1]; complete -C "aionn cache " | string split --fields 1 \\t',
+}
+
+
+@pytest.mark.parametrize("shell", ["bash", "fish", "zsh"])
+def test_a_shell_completes_the_commands(shell: str, terminal: Terminal, capsys: pytest.CaptureFixture[str]) -> None:
+    if shutil.which(shell) is None:
+        pytest.skip(f"{shell} is not installed here")
+    assert main(["completion", shell]) == 0
+    script = terminal.directory / f"aionn.{shell}"
+    script.write_text(capsys.readouterr().out)
+    how = ("-n",) if shell == "zsh" else ("-c", COMPLETIONS[shell])  # zsh completes in a line editor only
+    done = subprocess.run([shell, *how, script], stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert shell == "zsh" or {"ls", "verify", "prune"} <= set(done.stdout.split())

@@ -113,7 +113,8 @@ def test_it_is_served_by_the_quick_parser() -> None:
         (("{model}", "--max-body", "many"), 2, "--max-body 'many' is not a number of bytes"),
         (("{model}", "--threads", "0"), 1, "threads"),
         (("{model}", "--device", "nope"), 1, "device 'nope' is not installed"),
-        (("{model}", "--host", "256.0.0.1"), 1, "cannot listen on port 0 of '256.0.0.1'"),
+        (("{model}", "--listen", "256.0.0.1:0"), 2, "--listen '256.0.0.1:0': the host '256.0.0.1' is not known"),
+        (("{model}", "--listen", "192.0.2.1:0"), 1, "cannot listen on 192.0.2.1:0: Cannot assign requested address"),
         (("{broken}",), 1, "not an ONNX model"),
     ],
 )
@@ -122,7 +123,7 @@ def test_wrong_usage_is_one_sentence(
 ) -> None:
     (tmp_path / "broken.onnx").write_bytes(b"broken")
     given = [one.format(model=model, broken=tmp_path / "broken.onnx") for one in arguments]
-    assert main(["serve-http", *given, "--port", "0"]) == code
+    assert main(["serve-http", *given, *([] if "--listen" in given else ["--listen", "127.0.0.1:0"])]) == code
     errors = capfd.readouterr().err
     assert sentence in errors.splitlines()[-1]
     assert "Traceback" not in errors
@@ -130,9 +131,9 @@ def test_wrong_usage_is_one_sentence(
 
 def test_a_port_that_is_taken(model: str, capfd: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
-        assert main(["serve-http", model, "--port", port]) == 1
-    assert f"cannot listen on port {port} of '127.0.0.1': Address already in use; give another address" in capfd.readouterr().err
+        where = f"127.0.0.1:{taken.getsockname()[1]}"
+        assert main(["serve-http", model, "--listen", where]) == 1
+    assert f"cannot listen on {where}: Address already in use; give another address" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("missing", ["uvicorn", "starlette"])

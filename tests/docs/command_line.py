@@ -24,6 +24,9 @@ aionn compile model.onnx --cache-dir cache      # so that later starts only load
 aionn cache verify cache                        # also: ls, prune
 ```
 
+The commands need the extra `cli`: `pip install 'aionn[cli,onnxruntime]'`. An app that imports aionn does not.
+`aionn completion bash` prints a script for the Tab key, and likewise for zsh and fish.
+
 The exit code is 0 for success, 1 for a failure, 2 for wrong usage and 130 for an interrupt. Errors are one sentence on stderr.
 With `--json` a command prints one JSON value on stdout.
 

@@ -58,7 +58,7 @@ class Server:
         environment = {**os.environ, "AIONN_TEST_MARK": self.mark}
         with stderr.open("wb") as errors:
             self._process = subprocess.Popen(
-                [sys.executable, "-W", "error", str(SERVER), "--port", "0"],
+                [sys.executable, "-W", "error", str(SERVER), "--listen", "127.0.0.1:0"],
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 env=environment,

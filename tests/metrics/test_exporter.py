@@ -17,8 +17,8 @@ import httpx
 import psutil
 import pytest
 
-from aionn.cli.metrics import address, print_metrics, serve_metrics
-from aionn.cli.printing import NotDoneError, UsageError
+from aionn.cli.metrics import print_metrics, serve_metrics
+from aionn.cli.printing import NotDoneError, UsageError, address_of
 from aionn.metrics import AllRuntimes
 from aionn.pages.finding import find_page
 from tests.leaks import leak_check
@@ -302,12 +302,12 @@ def test_kills_of_apps_that_are_read_and_of_the_exporter_leave_nothing() -> None
 )
 def test_an_address_that_cannot_be_is_refused_in_a_sentence(listen: str, sentence: str) -> None:
     with pytest.raises(UsageError, match=sentence):
-        address(listen)
+        address_of(listen)
 
 
 def test_addresses() -> None:
-    assert address("127.0.0.1:9787") == ("127.0.0.1", 9787)
-    assert address("[::1]:0") == ("::1", 0)
+    assert address_of("127.0.0.1:9787") == ("127.0.0.1", 9787)
+    assert address_of("[::1]:0") == ("::1", 0)
 
 
 def test_without_the_extra_the_command_names_it() -> None:

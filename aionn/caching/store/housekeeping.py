@@ -269,6 +269,7 @@ class EntryInfo(msgspec.Struct, frozen=True):
     device: str
     device_version: str
     model_digest: bytes
+    model_name: str
     generation: int
     size_bytes: int
     saves_s: float
@@ -308,6 +309,7 @@ def _listed(house: Housekeeping, directory: CacheDirectory) -> list[EntryInfo]:
                     device=manifest.device,
                     device_version=manifest.device_version,
                     model_digest=manifest.model_digest,
+                    model_name=manifest.model_name,
                     generation=manifest.generation,
                     size_bytes=manifest.size_bytes,
                     saves_s=manifest.compile_ns / 1e9,

@@ -20,7 +20,7 @@ from typing import Protocol, Self
 import msgspec
 
 from aionn import trace
-from aionn.caching.manifest import MAX_PARTS_BYTES, Manifest, Wanted, reason_to_miss
+from aionn.caching.manifest import MAX_NAME_LENGTH, MAX_PARTS_BYTES, Manifest, Wanted, reason_to_miss
 from aionn.caching.outcomes import CacheOutcome, CacheOutcomeKind, MissReason, Refusal
 from aionn.caching.store.directory import CacheDirectory, Staged, close_all, refusal_of
 from aionn.caching.store.housekeeping import Housekeeping
@@ -29,6 +29,7 @@ from aionn.caching.store.locks import CompileRight, EntryHold, hold_now, wait_to
 from aionn.caching.store.writing import clean, heal, seal, stage_files
 from aionn.caching.token import KeyParts, changed_parts, decode_parts, described_change
 from aionn.errors import CallerError
+from aionn.escapes import escaped
 from aionn.hal.interfaces import CacheHandles
 from aionn.tasks import run_in_thread
 
@@ -241,6 +242,7 @@ class Publisher(_Owned):
             declined=declined is not None,
             detail=declined or "",
             parts=self.wanted.parts if len(self.wanted.parts) <= MAX_PARTS_BYTES else b"",
+            model_name=escaped(self.wanted.model_name, one_line=True)[:MAX_NAME_LENGTH],
         )
         hold = hold_now(directory.entry_lock(key), "write")
         return manifest if hold is None else self._switch_here(manifest, hold)

@@ -180,7 +180,16 @@ def wanted_of(remote: RemoteDevice, request: CompileRequest, token: bytes, opera
         operations=None if operations is None else tuple((0, index) for index in operations),
     )
     encoded, key, family = encoded_keys(parts)
-    return Wanted(key, family, remote.name, remote.version, known_token(request.model), remote.cache_files, encoded)
+    return Wanted(
+        key,
+        family,
+        remote.name,
+        remote.version,
+        known_token(request.model),
+        remote.cache_files,
+        encoded,
+        getattr(request.model, "name", ""),
+    )
 
 
 def _key_options(options: PrepareOptions, device: str) -> tuple[tuple[str, bytes], ...]:
