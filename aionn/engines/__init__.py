@@ -1,4 +1,4 @@
-"""Inference engines: ONNX Runtime (the default), OpenVINO (optional), NumPy (the oracle of the others).
+"""Inference engines: ONNX Runtime (the default), OpenVINO and LiteRT (optional), NumPy (the oracle of the others).
 
 An engine is a `hal.Engine` and nothing else. It gets a `Model` or verified artifact bytes, and arrays. It never sees a queue, a
 socket or a cache file, so each engine runs, is tested and is measured alone. `driver.device` gives it bursts, integrity, memory
@@ -13,6 +13,7 @@ domains and a process. Making an engine imports its library; importing the engin
     onnxruntime_artifact  the files that ONNX Runtime writes while it compiles, and constants that it uses where they lie
     openvino              slower to compile, 1.3 to 4.7 times quicker on convolutions (x86): the second stage
                           its devices, and the properties that a compile sets
+    litert                .tflite files, and no ONNX; `border` reads their inputs and outputs
     reference_quantized   operators of quantised models that onnx.reference lacks or computes in another way
     elements              arrays of types that NumPy lacks, as engines take them, and outputs moved into the arrays given for them
     complaints            what a library says of a run or a model that failed, as one sentence

@@ -21,8 +21,12 @@ BUILT_IN = {
     "onnxruntime": "aionn.engines.onnxruntime:OnnxRuntimeEngine",
     "openvino": "aionn.engines.openvino:OpenVINOEngine",
     "reference": "aionn.engines.reference:ReferenceEngine",
+    "litert": "aionn.engines.litert:LiteRTEngine",
 }
 """The engines of this package and their classes, best first. Their names mean them, also where another package uses such a name."""
+
+READERS = {"tflite": "litert"}
+"""The engine of this package for each format that the others do not read. It is not asked for models of any other format."""
 
 
 @contextmanager

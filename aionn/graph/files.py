@@ -216,7 +216,7 @@ _BLANKS = b"\xef\xbb\xbf \t\r\n"
 
 _LOOKS_LIKE: tuple[tuple[int, bytes, str], ...] = (
     (0, b"version https://git-lfs", "a Git LFS pointer, in place of the file; run `git lfs pull`"),
-    (1, b"\0\0\0TFL3", "a TensorFlow Lite model; use aionn.Model.from_bytes with an engine for LiteRT, or convert it to ONNX"),
+    (1, b"\0\0\0TFL3", "a TensorFlow Lite model; use aionn.Model.from_bytes and the device 'litert', or convert it to ONNX"),
     (0, b"PK\x03\x04", "a ZIP archive, as PyTorch and Keras save models; export the model to ONNX, or unpack the archive"),
     (0, b"\x89HDF\r\n\x1a\n", "an HDF5 file, as Keras saves models; export the model to ONNX"),
     (0, b"\x1f\x8b", "a gzip archive; unpack it"),

@@ -38,6 +38,9 @@ def test_a_healthy_machine_passes_and_nothing_is_left(clinic: Clinic) -> None:
     for name in ("engine onnxruntime", "engine openvino", "engine reference"):
         assert "loads, compiles" in verdict.rows[name]["found"]
         assert verdict.ok(f"sandbox {name.removeprefix('engine ')}")
+    assert verdict.ok("engine litert")
+    assert "reads no ONNX" in verdict.rows["engine litert"]["found"]
+    assert verdict.ok("sandbox litert")
     reference = (ROOT / "docs" / "reference" / "doctor.md").read_text()
     assert [name for name in verdict.rows if f"`{name}`" not in reference and not name.startswith(("engine ", "sandbox "))] == []
     # Names of processes that live are those of tests beside this one.

@@ -176,13 +176,14 @@ async def test_a_provider_that_is_listed_and_does_not_load_is_a_warning(monkeypa
 @pytest.mark.anyio
 async def test_a_built_in_engine_without_its_library_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    rows = await engines.engines(["onnxruntime", "openvino", "reference"])
+    rows = await engines.engines(["onnxruntime", "openvino", "litert", "reference"])
     assert [(row.check, row.status) for row in rows] == [
         ("engine reference", "ok"),
         ("sandbox reference", "ok"),
         ("template", "ok"),
         ("engine onnxruntime", "ok"),
         ("engine openvino", "ok"),
+        ("engine litert", "ok"),
         ("engines", "warn"),
     ]
     assert "pip install 'aionn[onnxruntime]'" in rows[3].found

@@ -46,7 +46,7 @@ def examples(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(EXAMPLES))
 
 
-test_litert = aionn.testing.check_engine("litert_driver:LiteRTEngine", models=classifier)
+test_litert = aionn.testing.check_engine("litert", models=classifier)
 test_litert_without_its_delegate = aionn.testing.check_engine("litert_driver:LiteRTPlainEngine", models=classifier)
 
 

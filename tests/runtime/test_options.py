@@ -266,8 +266,8 @@ async def test_the_case_of_a_provider_does_not_matter() -> None:
 
 async def test_listing_the_devices_starts_no_process() -> None:
     async with aionn.Runtime(start=()) as runtime:
-        assert [device.name for device in runtime.devices] == ["onnxruntime", "openvino", "reference"]
-        assert [(device.pid, device.providers, device.runs_on) for device in runtime.devices] == [(None, None, None)] * 3
+        assert [device.name for device in runtime.devices] == ["onnxruntime", "openvino", "litert", "reference"]
+        assert [(device.pid, device.providers, device.runs_on) for device in runtime.devices] == [(None, None, None)] * 4
 
 
 async def test_a_device_with_a_provider_starts_early() -> None:

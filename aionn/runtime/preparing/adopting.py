@@ -336,7 +336,7 @@ async def adopt_entry(devices: Devices, store: CacheStore, offered: Offered, dev
     with offered:
         keyring = await current_keyring()
         statement = _no_builder(keyring) or verified_statement(offered.signed or b"", decode_keyring(keyring), time.time())
-        if isinstance(statement, Statement) and device is None and statement.device not in devices.installed:
+        if isinstance(statement, Statement) and device is None and not devices.homes.home(statement.device):
             statement = Refusal(MissReason.OTHER_FINGERPRINT, f"signed for device {statement.device!r}, which is not installed here")
         if isinstance(statement, Refusal):
             return CacheOutcome(CacheOutcomeKind.MISS, statement.reason, device or "", statement.detail, save_failure=statement)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import anyio
 import msgspec
 
-from aionn.engines.installed import Homes, not_installed
+from aionn.engines.installed import READERS, Homes, not_installed
 from aionn.errors import AionnError, CallerError, DeviceUnavailableError, DriverDiedError, DriverHungError
 from aionn.hal.options import is_unicode
 from aionn.hal.types import CacheFiles, DeviceType, Priority
@@ -272,8 +272,8 @@ class Devices:
 
     @property
     def installed(self) -> list[str]:
-        """The names of the devices that serve an app which names no device, best first."""
-        return sorted(self.homes.engines, key=rank)
+        """The names of the devices that serve an app which names no device, best first. They may read ONNX."""
+        return sorted(self.homes.engines.keys() - set(READERS.values()), key=rank)
 
     def find(self, name: str, priority: Priority = Priority.MEDIUM) -> Device:
         """Return the device of that name, for compilations of that priority.
