@@ -31,9 +31,10 @@ MOST: dict[str, tuple[int, int, int]] = {
 # 165 (and 192 of C) the chains that wait in a driver,
 # 59 of C what the handlers of signals raise, 1,110 the service of all apps (it may have 2,500)
 # 24 the extra `cli`, completion, names of models in `cache ls`,
+# 116 the camera that streams share, and tensors of what is cut from pictures,
 # 124 the engine for .tflite files
 # 348 the quotas, idle executables, quarantine and sealed memory in a driver that apps share
-MOST_CODE_LINES = 43_340
+MOST_CODE_LINES = 43_456
 MOST_FILES = 305
 MOST_LINES_OF_C = 5_764
 MOST_NAMES_DEFINED_TWICE = 0

@@ -281,7 +281,7 @@ def test_a_burst_computes_frames() -> None:
     assert parameters_of(aionn.BlockingBurst.compute) == parameters_of(aionn.Burst.compute)
     assert parameters_of(aionn.Compilation.blocking) == {"*anticipate": False, "*name": None}
     assert {"compute", "close", "statistics"} <= set(dir(aionn.BlockingBurst))
-    assert parameters_of(aionn.Item) == {"inputs": EMPTY, "tag": None}
+    assert parameters_of(aionn.Item) == {"inputs": EMPTY, "tag": None, "captured_ns": 0}
 
 
 def test_a_recurrent_stream_computes_frames_without_their_states() -> None:

@@ -14,10 +14,12 @@ camera, or after `timeout_s` for a URL.
 from __future__ import annotations
 
 import re
+import threading
 import time
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -31,18 +33,25 @@ from aionn.sources import SourceError
 
 try:
     import av
+    from av.video.reformatter import VideoReformatter
 except ImportError as missing:
     raise ImportError(f"aionn.sources.av needs the package av ({missing}); run pip install 'aionn[av]'") from missing
 
 if TYPE_CHECKING:
     from av.container import InputContainer
 
-__all__ = ["Picture", "Pixels", "Sound", "audio", "video"]
+__all__ = ["Camera", "Picture", "Pixels", "Sound", "audio", "video"]
 
 T = TypeVar("T")
 
 FORMATS = ("rgb24", "bgr24", "gray")
 LAYOUTS = ("NCHW", "NHWC", "CHW", "HWC")
+
+MOST_PACKETS = 256
+"""Of so many packets the times are kept until their pictures come."""
+
+RECENT_NS = 10_000_000_000
+"""A picture that is older when it comes was stamped by another clock."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,12 +100,36 @@ class Pixels:
             raise CallerError(f"pixels: {name}={given!r}; give one number, or {channels}: one for each channel of {self.format}")
         return numbers
 
-    def of(self, frame: av.VideoFrame) -> NDArray[np.uint8]:
-        """Return a decoded picture as uint8 of shape (height, width, channels)."""
+    def of(self, frame: av.VideoFrame, reformatter: VideoReformatter | None = None) -> NDArray[np.uint8]:
+        """Return a decoded picture as uint8 of shape (height, width, channels), scaled to `size`.
+
+        A reformatter keeps tables from one picture to the next. One thread at a time may use it.
+        """
         width, height = self.size or (frame.width, frame.height)
-        found: Any = frame.reformat(width=width, height=height, format=self.format).to_ndarray()
+        found: Any = (reformatter or VideoReformatter()).reformat(frame, width, height, self.format).to_ndarray()
         array: NDArray[np.uint8] = found.reshape(height, width, -1)
         return array
+
+    def tensor(self, picture: NDArray[np.uint8]) -> NDArray[np.float32]:
+        """Return the tensor of a part of a picture, such as what a detector has found: scaled, in the layout, as float32.
+
+        Args:
+            picture: uint8 of shape (height, width, channels) in this format, such as `tag.pixels[top:bottom, left:right]`.
+
+        Raises:
+            CallerError: the picture has another shape or type, or is empty.
+        """
+        channels = 1 if self.format == "gray" else 3
+        found = np.asarray(picture)
+        if found.dtype != np.uint8 or found.ndim != 3 or found.shape[2] != channels or 0 in found.shape:
+            wanted = f"shape (height, width, {channels})"
+            raise CallerError(f"pixels: a picture of {found.dtype} and shape {found.shape}; give one of uint8 and {wanted}, not empty")
+        if self.size is not None:
+            frame = av.VideoFrame.from_ndarray(np.ascontiguousarray(found[..., 0] if channels == 1 else found), format=self.format)
+            found = self.of(frame)
+        tensor = np.empty(self.shape(found), np.float32)
+        self.write(found, tensor)
+        return tensor
 
     def shape(self, picture: NDArray[np.uint8]) -> tuple[int, ...]:
         """Return the shape of the tensor for a picture."""
@@ -124,13 +157,16 @@ class Picture:
         index: the picture's number in its source, from 0.
         pts: its presentation time in units of the source, or None.
         time_s: the same in seconds, or None.
+        captured_ns: when it was captured (CLOCK_MONOTONIC): as a V4L2 camera says, else when it came from the source, not yet decoded.
         decoded_ns: when it had been decoded (CLOCK_MONOTONIC).
-        pixels: the picture as uint8 of shape (height, width, channels), or None without `keep`.
+        pixels: the decoded picture in its own size, as uint8 of shape (height, width, channels), or None without `keep`. Streams that share
+            a `Camera` get the same array.
     """
 
     index: int
     pts: int | None
     time_s: float | None
+    captured_ns: int
     decoded_ns: int
     pixels: NDArray[np.uint8] | None = None
 
@@ -150,8 +186,125 @@ class Sound:
     decoded_ns: int
 
 
+class Camera:
+    """One source of pictures for several streams: each picture is decoded once.
+
+        with Camera("/dev/video0") as camera:
+            found = detector.map(video(camera, detector, input="images"), policy="latest")
+            named = classifier.map(video(camera, classifier, input="x", pixels=Pixels(size=(224, 224))), policy="latest")
+
+    A stream gets the newest picture that it has not had. What came meanwhile is missed, as with a camera. So a file that is not `paced` is
+    best read by one stream. Nothing is opened before the first picture is asked for.
+
+    Args:
+        source, paced, options, timeout_s: as for `video`.
+
+    Raises:
+        CallerError: an argument is wrong.
+    """
+
+    def __init__(
+        self, source: str | Path, *, paced: bool = False, options: Mapping[str, str] | None = None, timeout_s: float | None = 10.0
+    ) -> None:
+        self._place = _Place.of(source, options, timeout_s)
+        self._pace = _Pace(paced)
+        self._lock = threading.Lock()
+        self._reading: Generator[_Decoded, None, None] | None = None
+        self._newest: _Decoded | None = None
+        self._error: Exception | None = None
+        self._closed = False
+
+    @property
+    def name(self) -> str:
+        """The source's name."""
+        return self._place.name
+
+    def __enter__(self) -> Camera:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the source. Its streams end. It does not block: where a thread waits for a picture, the source is closed after that."""
+        self._closed = True
+        if self._lock.acquire(blocking=False):
+            try:
+                self._end()
+            finally:
+                self._lock.release()
+
+    def _after(self, seen: int) -> _Decoded | None:
+        """Return the newest picture, or wait for the next one if `seen` is its number. None: the source has ended. It blocks."""
+        with self._lock:
+            if self._error is not None:
+                raise SourceError(str(self._error), source=self.name) from self._error
+            if not self._closed and (self._newest is None or self._newest.index <= seen):
+                if self._reading is None:
+                    self._reading = self._read()
+                try:
+                    self._newest = next(self._reading, self._newest)  # at the end the last one stays, for streams that are late
+                except Exception as error:
+                    self._error = error
+                    raise
+            if self._closed:
+                self._end()
+            newest = self._newest
+            return None if newest is None or newest.index <= seen else newest
+
+    def _end(self) -> None:
+        self._newest = None
+        if self._reading is not None:
+            self._reading.close()
+
+    def _read(self) -> Generator[_Decoded, None, None]:
+        came: dict[int | None, int] = {}  # by presentation time, for a decoder gives pictures later than it takes their packets
+
+        with self._place.open("video") as container:
+
+            def decoded() -> Iterator[av.VideoFrame]:
+                for packet in container.demux(video=0):
+                    came[packet.pts] = time.monotonic_ns()
+                    yield from packet.decode()
+
+            for index, frame in enumerate(self._place.read(decoded())):
+                decoded_ns = time.monotonic_ns()
+                time_s = None if frame.time is None else float(frame.time)
+                if self._pace.wait(time_s):
+                    captured_ns = decoded_ns = time.monotonic_ns()
+                else:
+                    captured_ns = self._place.captured_ns(time_s, came.pop(frame.pts, decoded_ns))
+                if len(came) > MOST_PACKETS:
+                    came.clear()  # of pictures that the decoder has dropped
+                found = _Decoded(frame, Picture(index, frame.pts, time_s, captured_ns, decoded_ns))
+                del frame
+                yield found
+                del found
+
+
+class _Decoded:
+    """One decoded picture, for any number of streams and their threads."""
+
+    def __init__(self, frame: av.VideoFrame, tag: Picture) -> None:
+        self.frame = frame
+        self.tag = tag
+        self._kept: dict[str, Picture] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def index(self) -> int:
+        return self.tag.index
+
+    def kept(self, format: str) -> Picture:  # noqa: A002  (the word that FFmpeg uses)
+        """Return the tag with the picture in its own size."""
+        with self._lock:
+            if format not in self._kept:
+                self._kept[format] = replace(self.tag, pixels=Pixels(format=format).of(self.frame))
+            return self._kept[format]
+
+
 def video(
-    source: str | Path,
+    source: str | Path | Camera,
     burst: Burst | None = None,
     *,
     input: str = "input",  # noqa: A002  (the word that models use)
@@ -164,12 +317,13 @@ def video(
     """Return the pictures of a source, each an `aionn.Item` with a `Picture` as its tag. Iterate it in `burst.map`.
 
     Args:
-        source: a file, a URL, or a device: "/dev/video0", or "FORMAT:NAME" for any input format of FFmpeg, as in "v4l2:/dev/video2".
+        source: a file, a URL, or a device: "/dev/video0", or "FORMAT:NAME" for any input format of FFmpeg, as in "v4l2:/dev/video2". A
+            `Camera` is shared with other streams. It has its own `paced`, `options` and `timeout_s`.
         burst: the burst whose `map` iterates the source. Pictures are written into its frames. None: each item holds a new array, of
             float32.
         input: the model's input.
         pixels: how a picture becomes a tensor. None: `Pixels()`.
-        keep: let the tag hold the picture too, to be drawn on.
+        keep: let the tag hold the decoded picture too, in its own size, to be drawn on or to be cut.
         paced: give pictures of a file at the times at which they are to be shown, as a camera does.
         options: for FFmpeg, as in {"video_size": "640x480", "framerate": "30"}.
         timeout_s: how long opening, and each read of a URL, may take.
@@ -178,9 +332,12 @@ def video(
         CallerError: an argument is wrong.
         SourceError: while iterating: the source cannot be opened or read, or has no video stream.
     """
-    place = _Place.of(source, options, timeout_s)
-    found: Any = _pictures(place, burst, input, pixels or Pixels(), keep, paced)
-    found.__qualname__ = f"video {place.name}"  # what a warning about a source that blocks calls it
+    shared = isinstance(source, Camera)
+    if shared and (paced or options is not None):
+        raise CallerError("a shared camera has its own paced and options; give them to Camera(...) and not to video(...)")
+    camera = source if isinstance(source, Camera) else Camera(source, paced=paced, options=options, timeout_s=timeout_s)
+    found: Any = _pictures(camera, shared, burst, input, pixels or Pixels(), keep)
+    found.__qualname__ = f"video {camera.name}"  # what a warning about a source that blocks calls it
     return found  # type: ignore[no-any-return]
 
 
@@ -278,6 +435,11 @@ class _Place:
             yield found
             del found  # a picture must not be held while the next one is decoded
 
+    def captured_ns(self, time_s: float | None, came_ns: int) -> int:
+        """Return when a picture was captured. The kernel stamps those of V4L2 devices, by the monotonic clock with most drivers."""
+        stamped_ns = int((time_s or 0.0) * 1e9)
+        return stamped_ns if self.format == "v4l2" and 0 <= came_ns - stamped_ns < RECENT_NS else came_ns
+
     def error(self, what: str) -> SourceError:
         return SourceError(f"{self.name!r} {what}; give a file, camera, microphone or URL that FFmpeg reads", source=self.name)
 
@@ -295,35 +457,41 @@ class _Pace:
         self._wanted = wanted
         self._began_s: float | None = None
 
-    def wait(self, time_s: float | None) -> None:
-        """Return when it is time for what is `time_s` seconds into the source."""
-        if self._wanted and time_s is not None:
-            now_s = time.monotonic()
-            if self._began_s is None:
-                self._began_s = now_s - time_s
-            time.sleep(max(0.0, self._began_s + time_s - now_s))
+    def wait(self, time_s: float | None) -> bool:
+        """Return when it is time for what is `time_s` seconds into the source. False: there is no pace."""
+        if not self._wanted or time_s is None:
+            return False
+        now_s = time.monotonic()
+        if self._began_s is None:
+            self._began_s = now_s - time_s
+        time.sleep(max(0.0, self._began_s + time_s - now_s))
+        return True
 
 
-def _pictures(place: _Place, burst: Burst | None, name: str, pixels: Pixels, keep: bool, paced: bool) -> Generator[Item, None, None]:
-    pace = _Pace(paced)
-    with place.open("video") as container:
-        for index, frame in enumerate(place.read(container.decode(video=0))):
-            time_s = None if frame.time is None else float(frame.time)
-            pace.wait(time_s)
-            picture = pixels.of(frame)
-            tag = Picture(index, frame.pts, time_s, time.monotonic_ns(), picture if keep else None)
+def _pictures(camera: Camera, shared: bool, burst: Burst | None, name: str, pixels: Pixels, keep: bool) -> Generator[Item, None, None]:
+    reformatter, seen = VideoReformatter(), -1
+    try:
+        while (found := camera._after(seen)) is not None:
+            seen = found.index
+            picture = pixels.of(found.frame, reformatter)
+            tag = found.kept(pixels.format) if keep else found.tag
+            del found  # a source that blocks holds no picture
             shape = pixels.shape(picture)
             if burst is None:
                 array = np.empty(shape, np.float32)
                 pixels.write(picture, array)
-                yield Item({name: array}, tag)
+                yield Item({name: array}, tag, tag.captured_ns)
                 continue
             leased = burst.lease({name: shape})
             pixels.write(picture, leased[name])
+            leased.captured_ns = tag.captured_ns
             item = Item(leased, tag)
-            del leased
+            del leased, picture, tag
             yield item
             del item  # a source that blocks holds no frame
+    finally:
+        if not shared:
+            camera.close()
 
 
 def _sounds(place: _Place, name: str, samples: int, rate: int, context: int, paced: bool) -> Generator[Item, None, None]:

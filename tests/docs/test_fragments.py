@@ -28,6 +28,7 @@ import pytest
 import aionn
 from aionn.cli import main
 from aionn.runtime.preparing.kept_model import Idling
+from aionn.sources.av import Camera
 from aionn.testing.models import identity_model
 from tests.docs.pages import DOCS, ROOT, Block, blocks, programs, the_block
 from tests.engines.provider_shim import install_shim
@@ -57,6 +58,7 @@ WORLDS = {
     "Memory between two models",
     "Streams",
     "Cameras",
+    "Share a camera",
     "Texts, lists and dicts",
     "First frame at once, faster frames later",
     "A stage that another machine has compiled",
@@ -286,6 +288,34 @@ async def test_a_camera_that_blocks_leases_frames_and_its_tags_come_back(orienta
             pixels = (picture.transpose(2, 0, 1)[np.newaxis] / 255).astype(np.float32)
             (expected,) = (await compilation.compute({"x": pixels})).values()
             np.testing.assert_allclose(scores, expected, atol=1e-6)
+
+
+@pytest.mark.anyio
+async def test_share_a_camera(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "detector.onnx").symlink_to(carried("detector"))
+    (tmp_path / "upside_down.onnx").symlink_to(carried("upside_down"))
+    page = next(block for block in programs() if "def write_video" in block.text and "detector.onnx" in block.text)
+    world: dict[str, Any] = {"__name__": "page"}
+    exec(compile(page.text.replace("aionn.run(main)", ""), str(page.page), "exec"), world)
+    world["write_video"]("sign.mp4")
+    indexes: dict[str, list[int]] = {}
+
+    async def watch(name: str) -> None:
+        indexes[name] = [result.tag.index async for result in world[name]]
+
+    async with aionn.Runtime() as runtime:
+        detector, classifier = [
+            await runtime.compile(await runtime.load(name), devices=("onnxruntime",)) for name in ("detector.onnx", "upside_down.onnx")
+        ]
+        async with detector.burst() as finding, classifier.burst() as naming:
+            world |= {"finding": finding, "naming": naming, "Camera": Camera}
+            await run_block("Share a camera", world)
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(watch, "found")
+                tasks.start_soon(watch, "named")
+            world["camera"].close()
+    assert indexes["found"][-1] == indexes["named"][-1] == 7, "the last picture has come to both"
 
 
 @pytest.mark.anyio

@@ -18,9 +18,11 @@ SAMPLE_RATE = 16_000
 
 
 def fill(folder: Path) -> None:
-    """Put the files into the folder: a small model, Silero VAD, and a recording of two speakers (16 kHz, mono, 28 s)."""
+    """Put the files into the folder: models, and a recording of two speakers (16 kHz, mono, 28 s)."""
     (folder / "model.onnx").write_bytes(scaled_model(np.full((1, 16), 2, np.float32)))
     (folder / "silero_vad.onnx").symlink_to(carried("silero"))
+    for name in ("detector", "upside_down"):
+        (folder / f"{name}.onnx").symlink_to(carried(name))
     samples, rate = soundfile.read(carried("speakers"), dtype="float32")
     soundfile.write(folder / "speech.wav", soxr.resample(samples, rate, SAMPLE_RATE), SAMPLE_RATE, subtype="PCM_16")
 

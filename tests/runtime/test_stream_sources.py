@@ -533,6 +533,28 @@ async def test_the_age_of_a_frame_begins_when_its_generator_yields_it(burst: aio
     assert found[0].age_s >= saw_at - yielded_at[0]
 
 
+@pytest.mark.parametrize("leased", [False, True])
+async def test_the_age_of_a_frame_begins_when_it_was_captured_if_its_source_says_so(burst: aionn.Burst, leased: bool) -> None:
+    began_ns = time.monotonic_ns()
+    captured_ns = (began_ns - 5_000_000_000, 0, began_ns + 3_600_000_000_000)  # 5 s before; not known; by no clock of this machine
+
+    def source() -> Iterator[aionn.Item]:
+        for number, at_ns in enumerate(captured_ns):
+            if leased:
+                item = burst.lease()
+                item["input"][...] = number
+                item.captured_ns = at_ns
+                yield aionn.Item(item)
+                del item
+            else:
+                yield aionn.Item(frame(number), captured_ns=at_ns)
+
+    ages = [result.age_s async for result in burst.map(source())]
+    passed_s = (time.monotonic_ns() - began_ns) / 1e9
+    assert 5 <= ages[0] <= 5 + passed_s
+    assert all(0 <= age <= passed_s for age in ages[1:])
+
+
 async def test_a_stream_and_its_thread_are_collected_after_its_end(burst: aionn.Burst) -> None:
     async for _ in burst.map(frame(n) for n in range(3)):
         pass

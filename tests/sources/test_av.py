@@ -7,6 +7,8 @@ import os
 import socket
 import subprocess
 import sys
+import threading
+import time
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ from numpy.typing import NDArray
 import aionn
 from aionn.errors import CallerError
 from aionn.sources import SourceError
-from aionn.sources.av import Picture, Pixels, Sound, audio, video
+from aionn.sources.av import Camera, Picture, Pixels, Sound, audio, video
 from aionn.testing import FakeDevice, identity_model
 from tests.journeys.silero import Directly, still
 from tests.leaks import leaves_nothing
@@ -94,10 +96,11 @@ def test_layouts_and_formats(clip: Path, layout: str, pixels: str) -> None:
     form = Pixels(size=(8, 4), format=pixels, layout=layout, mean=0.5, deviation=0.25)
     item = next(iter(video(clip, pixels=form, input="x", keep=True)))
     channels = 1 if pixels == "gray" else 3
-    assert item.tag.pixels.shape == (4, 8, channels)
+    assert item.tag.pixels.shape == (HEIGHT, WIDTH, channels), "the decoded picture, not the scaled one"
     extents = {"N": 1, "C": channels, "H": 4, "W": 8}
     assert item.inputs["x"].shape == tuple(extents[axis] for axis in layout)
-    expected = (item.tag.pixels / 255 - 0.5) / 0.25
+    scaled = next(video(clip, pixels=Pixels(size=(8, 4), format=pixels, layout="HWC"))).inputs["input"]
+    expected = (scaled - 0.5) / 0.25
     found = item.inputs["x"].reshape(item.inputs["x"].shape[-3:])
     np.testing.assert_allclose(found if layout.endswith("HWC") else found.transpose(1, 2, 0), expected, atol=1e-5)
 
@@ -153,6 +156,108 @@ async def test_a_source_that_blocks_does_not_keep_its_stream_from_closing(
             assert waited.cancelled_caught
             assert f"the source 'video {pipe}' still blocks after its stream was closed" in caplog.text
     os.close(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))  # the end of the file ends the thread
+
+
+# --- one camera, several streams -----------------------------------------------------------------------------------------
+
+
+@leaves_nothing
+async def test_two_streams_share_each_decoded_picture(fake: FakeDevice, tmp_path: Path) -> None:
+    clip = write_video(tmp_path / "clip.mkv", pictures(20), rate=50)
+    shape = ("N", 3, "H", "W")
+    seen: dict[str, dict[int, Any]] = {"whole": {}, "small": {}}
+    async with aionn.Runtime() as runtime:
+        compilation = await runtime.compile(aionn.Model.from_onnx(identity_model({"x": shape}, np.uint8)), devices=(fake.name,))
+
+        async def watch(name: str, pixels: Pixels, camera: Camera) -> None:
+            async with (
+                compilation.burst() as burst,
+                aclosing(burst.map(video(camera, burst, input="x", pixels=pixels, keep=True), policy="latest")) as results,
+            ):
+                async for result in results:
+                    assert result.outputs["x_out"].shape[2:] == ((HEIGHT, WIDTH) if pixels.size is None else (4, 8))
+                    assert time.monotonic_ns() - result.tag.captured_ns >= result.age_s * 1e9 > 0
+                    if pixels.size is None:
+                        np.testing.assert_array_equal(result.outputs["x_out"][0].transpose(1, 2, 0), result.tag.pixels)
+                    seen[name][result.tag.index] = result.tag
+                    del result
+
+        with anyio.fail_after(60), Camera(clip, paced=True) as camera:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(watch, "whole", Pixels(), camera)
+                tasks.start_soon(watch, "small", Pixels(size=(8, 4)), camera)
+    both = seen["whole"].keys() & seen["small"].keys()
+    assert both
+    assert all(seen["whole"][index] is seen["small"][index] for index in both), "one tag, so one decode"
+    for tags in seen.values():
+        for index, tag in tags.items():
+            np.testing.assert_array_equal(tag.pixels, pictures(20)[index])
+
+
+def test_a_shared_camera_gives_each_stream_the_newest_picture_that_it_has_not_had(clip: Path) -> None:
+    with Camera(clip) as camera:
+        first, second = video(camera), video(camera)
+        assert [next(first).tag.index for _ in range(3)] == [0, 1, 2]
+        assert [next(second).tag.index for _ in range(2)] == [2, 3]
+        assert [item.tag.index for item in first] == [3, 4, 5]
+        assert [item.tag.index for item in second] == [5], "the last one comes to a stream that is late, too"
+
+
+def test_what_ends_a_shared_camera_ends_each_of_its_streams(clip: Path, tmp_path: Path) -> None:
+    with Camera(clip) as camera:
+        first, second = video(camera), video(camera)
+        next(first)
+    assert (list(first), list(second), list(video(camera))) == ([], [], [])
+    nowhere = Camera(tmp_path / "none.mkv")
+    for _ in range(2):
+        with pytest.raises(SourceError, match="cannot be opened: No such file"):
+            next(video(nowhere))
+
+
+def test_a_camera_that_is_closed_while_a_thread_waits_for_a_picture_ends_after_it(tmp_path: Path) -> None:
+    pipe = tmp_path / "camera"
+    os.mkfifo(pipe)
+    camera = Camera(pipe)
+    ended: list[object] = []
+
+    def watch() -> None:
+        try:
+            ended.extend(video(camera))
+        except SourceError as error:
+            ended.append(error)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    with open(pipe, "wb"):  # the thread has begun to open it
+        camera.close()
+        assert thread.is_alive()
+    thread.join(30)
+    assert not thread.is_alive()
+    assert len(ended) < 2
+    held = [os.readlink(entry.path) for entry in os.scandir("/proc/self/fd") if os.path.islink(entry.path)]
+    assert str(pipe) not in held
+
+
+def test_a_part_of_a_picture_becomes_a_tensor(clip: Path) -> None:
+    tag = next(video(clip, pixels=Pixels(size=(8, 8)), keep=True)).tag
+    part = tag.pixels[2:12, 3:19]
+    whole = Pixels(mean=0.5, layout="HWC").tensor(part)
+    np.testing.assert_allclose(whole, part / 255 - 0.5, atol=1e-6)
+    for form, channels in (("rgb24", 3), ("gray", 1)):
+        tensor = Pixels(size=(6, 4), format=form).tensor(np.full((10, 16, channels), 51, np.uint8))
+        assert tensor.shape == (1, channels, 4, 6)
+        np.testing.assert_allclose(tensor, 0.2, atol=1e-6)
+
+
+@pytest.mark.parametrize(("name", "time_s", "expected_ns"), [
+    ("/dev/video0", 99.5, 99_500_000_000),  # the kernel's stamp
+    ("/dev/video0", 1.7e9, 100_000_000_000),  # of the wall clock
+    ("/dev/video0", 1.0, 100_000_000_000),  # of no clock of today
+    ("/dev/video0", None, 100_000_000_000),
+    ("clip.mkv", 99.5, 100_000_000_000),
+])  # fmt: skip
+def test_the_age_of_a_picture_counts_from_the_stamp_of_a_v4l2_camera(name: str, time_s: float | None, expected_ns: int) -> None:
+    assert Camera(name)._place.captured_ns(time_s, 100_000_000_000) == expected_ns
 
 
 # --- sound ---------------------------------------------------------------------------------------------------------------
@@ -243,8 +348,8 @@ def test_a_read_that_fails_is_said_in_one_sentence(clip: Path, monkeypatch: pyte
         def __exit__(self, *_: object) -> None:
             self._container.close()
 
-        def decode(self, **named: Any) -> Any:
-            yield next(self._container.decode(**named))
+        def demux(self, **named: Any) -> Any:
+            yield next(self._container.demux(**named))
             raise av.error.OSError(5, "Input/output error", str(clip))
 
     monkeypatch.setattr(av, "open", Failing)
@@ -284,6 +389,9 @@ def test_wrong_arguments_are_refused_at_once() -> None:
         (lambda: Pixels(size=5), "size=5; give width and height"),  # type: ignore[arg-type]
         (lambda: Pixels(mean=(1, 2)), r"mean=\(1, 2\); give one number, or 3"),
         (lambda: Pixels(mean="light"), "mean='light'; give one number, or 3"),  # type: ignore[arg-type]
+        (lambda: video(Camera("x"), paced=True), "a shared camera has its own paced and options"),
+        (lambda: Pixels().tensor(np.zeros((4, 4), np.uint8)), r"a picture of uint8 and shape \(4, 4\); give one of uint8 and shape \(h"),
+        (lambda: Pixels().tensor(np.zeros((0, 4, 3), np.uint8)), r"not empty"),
         (lambda: video("x", options={"framerate": 30}), "'framerate': 30}; give a dict of texts"),  # type: ignore[dict-item]
         (lambda: audio("x", options=[5]), r"options=\[5\]; give a dict of texts"),  # type: ignore[arg-type]
         (lambda: Pixels(deviation=0), "deviation=0; give numbers other than 0"),

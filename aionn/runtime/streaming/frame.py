@@ -70,7 +70,8 @@ class Frame(AsyncOnly, Mapping[str, NDArray[Any]]):
     It holds zeros, or what a request before has left there: write all of each input. An input with a default holds that.
 
     Attributes:
-        captured_ns: set it to when the frame was captured, in ns of `time.monotonic_ns`, and a trace shows that. 0: it is not known.
+        captured_ns: set it to when the frame was captured, in ns of `time.monotonic_ns`. Traces show that, and `StreamResult.age_s` counts
+            from then. 0: it is not known.
     """
 
     captured_ns = 0

@@ -50,6 +50,8 @@ class Item(msgspec.Struct, frozen=True, eq=False):
     Attributes:
         inputs: arrays by name, as for `Burst.compute`, or a frame from `Burst.lease()`.
         tag: any object, such as a time stamp, a picture or a camera. It comes back as `StreamResult.tag`.
+        captured_ns: when it was captured, in ns of `time.monotonic_ns`. `StreamResult.age_s` counts from then. 0: from when the source
+            yielded it, or from the `captured_ns` of a leased frame.
 
     Raises:
         CallerError: `inputs` is not a mapping.
@@ -64,6 +66,7 @@ class Item(msgspec.Struct, frozen=True, eq=False):
 
     inputs: Mapping[str, Any]
     tag: Any = None
+    captured_ns: int = 0
 
     def __post_init__(self) -> None:
         check_mapping(self.inputs)
@@ -76,10 +79,12 @@ class Entry:
         seq: its number in its source, from 0.
         inputs: as for `Burst.compute`. tag: of its `Item`, or None.
         arrived_ns: when the source yielded it (CLOCK_MONOTONIC).
+        captured_ns: when it was captured, as its `Item` or its leased frame says, else `arrived_ns`.
+            A later time than `arrived_ns` was taken from another clock, so `arrived_ns` stands for it.
         answer: what the consumer of the results awaits, once the frame has been admitted.
     """
 
-    __slots__ = ("_leased", "answer", "arrived_ns", "inputs", "seq", "tag")
+    __slots__ = ("_leased", "answer", "arrived_ns", "captured_ns", "inputs", "seq", "tag")
 
     answer: Answer[Outputs]
 
@@ -90,22 +95,22 @@ class Entry:
             CallerError: the frame belongs to another burst, or has been yielded before.
         """
         inputs = given.inputs if isinstance(given, Item) else given
-        self.tag: Any = given.tag if isinstance(given, Item) else None
+        self.tag: Any = None
+        captured_ns = 0
+        if isinstance(given, Item):
+            self.tag, captured_ns = given.tag, given.captured_ns
         # The first look saves a slow one: the class of frames is an abstract base class's.
         self._leased = take(inputs, connection) if type(inputs) is not dict and isinstance(inputs, Frame) else None
         self.inputs = inputs if self._leased is None else self._leased
         self.seq = seq
         self.arrived_ns = arrived_ns
+        if self._leased is not None:
+            captured_ns = captured_ns or self._leased.captured_ns
+        self.captured_ns = captured_ns if 0 < captured_ns <= arrived_ns else arrived_ns
 
     def admit(self) -> None:
         """Make its `answer`."""
         self.answer = Answer(running_loop())
-
-    @property
-    def captured_ns(self) -> int:
-        """When it was captured, as the app has noted it in a leased frame, else when it arrived."""
-        leased = self._leased
-        return self.arrived_ns if leased is None else leased.captured_ns or self.arrived_ns
 
     def answered(self) -> None:
         """Let `inputs` be what the consumer of the results sees. Of a leased frame that is its contents, which outlive the lease."""
@@ -166,7 +171,7 @@ class Arrivals:
 
     def handed_out(self, entry: Entry) -> float:
         """Count how old an entry is now that its result goes to the app. Returns its age in seconds."""
-        age_ns = time.monotonic_ns() - entry.arrived_ns
+        age_ns = time.monotonic_ns() - entry.captured_ns
         self._executor.counts.took(AGES, age_ns)
         return age_ns / 1e9
 

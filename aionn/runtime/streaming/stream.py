@@ -72,7 +72,8 @@ class StreamResult(msgspec.Struct, frozen=True):
 
     Attributes:
         seq: the frame's number in its source, from 0; rising, with gaps where frames were dropped.
-        age_s: seconds from the frame's arrival from its source until this result was handed out.
+        age_s: seconds from when the frame was captured (`aionn.Item`), else from its arrival from its source, until this result was handed
+            out.
         stage: the stage that computed it.
         outputs: views of the burst's memory; not overwritten while they are held.
         inputs: the frame as it came from its source. For a frame from `Burst.lease()`: its arrays by name, as `outputs` are.
