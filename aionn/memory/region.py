@@ -39,6 +39,7 @@ from aionn.memory.descriptors import (
     F_ADD_SEALS,
     F_SEAL_FUTURE_WRITE,
     F_SEAL_SEAL,
+    F_SEAL_WRITE,
     SIZE_SEALS,
     check_description,
     check_descriptor,
@@ -141,7 +142,7 @@ class Region:
             check_descriptor(fd, description, write_through=access is Access.WRITE)
             os.set_inheritable(fd, False)
             reserve_holes(fd, description, write_through=access is Access.WRITE)
-            private = access is Access.PRIVATE
+            private = access is not Access.WRITE  # Linux before 6.7 maps what is sealed against writing in no other way
             try:
                 mapping = Mapping(fd, description.size_bytes, access is not Access.READ, private, description.offset_bytes)
             except (OSError, OverflowError) as error:
@@ -155,8 +156,17 @@ class Region:
         return cls(fd, mapping, description, access)
 
     def freeze(self) -> None:
-        """Forbid new writable mappings, for constants that have been filled. This mapping stays writable."""
-        fcntl.fcntl(self.fileno(), F_ADD_SEALS, F_SEAL_FUTURE_WRITE | F_SEAL_SEAL)
+        """Forbid every process to write, for constants that have been filled. A view that is held goes on writing to the memory."""
+        fd = self.fileno()
+        mapping, readable = self._mapping, Mapping(fd, self.size_bytes, False, True)  # older kernels map it shared for no reader
+        seal = F_SEAL_WRITE
+        try:
+            assert mapping is not None
+            mapping.close()
+            self._mapping = readable
+        except BufferError:
+            seal = F_SEAL_FUTURE_WRITE
+        fcntl.fcntl(fd, F_ADD_SEALS, seal | F_SEAL_SEAL)
         self.description = MemoryDescription(self.description.kind, self.size_bytes, writable=False)
 
     def fileno(self) -> int:

@@ -193,12 +193,13 @@ async def test_memory_that_is_sealed_by_name_only_is_copied(device: EngineDevice
     model = product()
     (pool,) = [pool for pool in model.pools if not may_change(pool)]
     region = Region.allocate(pool.size_bytes, freezable=True)
-    region.view()[:] = pool.view()
+    kept = region.view()
+    kept[:] = pool.view()
     region.freeze()
     engine.go.clear()
     first = asyncio.create_task(device.prepare_model(claiming(model, bytes(32), (region,)), PrepareOptions()))
     await until(lambda: engine.compiled == 1)  # the identity has been found
-    region.view()[:] = bytes(pool.size_bytes)
+    kept[:] = bytes(pool.size_bytes)
     engine.go.set()
     prepared, same = await first, await device.prepare_model(model, PrepareOptions())
     assert same._shared is prepared._shared
@@ -216,9 +217,14 @@ async def test_memory_that_cannot_be_written_to_is_used_in_place() -> None:
     os.write(fd, pool.view())
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_WRITE)
     region = Region.attach(fd, pool.description, aionn.memory.region.Access.READ)
-    own, digest = digested(claiming(model, bytes(32), (region,)))
-    assert own.pools[0] is region
-    copied, same = digested(claiming(model, bytes(32)))
-    assert copied.pools[0] is not pool
-    assert same == digest
+    held = Region.allocate(pool.size_bytes, freezable=True)
+    kept = held.view()
+    kept[:] = pool.view()
+    held.freeze()
+    (own, digest), (whole, same), (copied, equal) = (digested(claiming(model, bytes(32), (each,))) for each in (region, pool, held))
+    assert (own.pools[0], whole.pools[0]) == (region, pool)
+    assert copied.pools[0] is not held
+    assert digest == same == equal
+    del kept
     region.close()
+    held.close()

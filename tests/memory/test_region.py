@@ -112,9 +112,26 @@ def test_a_frozen_region_gives_no_new_writable_mapping() -> None:
         Region.attach(os.dup(region.fileno()), MemoryDescription(MemoryKind.ASHMEM, PAGE))
     assert caught.value.status is ErrorStatus.GENERAL_FAILURE
     reader = Region.attach(os.dup(region.fileno()), region.description, Access.READ)
-    assert reader.view()[0] == 5
+    assert reader.view()[0] == region.view()[0] == 5
     reader.close()
     region.close()
+
+
+def test_nothing_writes_to_a_frozen_region_but_a_view_from_before() -> None:
+    region, viewed = Region.allocate(PAGE, freezable=True), Region.allocate(PAGE, freezable=True)
+    region.freeze()
+    assert region.view().readonly
+    with pytest.raises(PermissionError):
+        os.pwrite(region.fileno(), b"x", 0)
+    view = viewed.view()
+    viewed.freeze()
+    view[0] = 7
+    reader = Region.attach(os.dup(viewed.fileno()), viewed.description, Access.READ)
+    assert reader.view()[0] == 7
+    with pytest.raises(PermissionError):
+        os.pwrite(viewed.fileno(), b"x", 0)
+    for each in (reader, region, viewed):
+        each.close()
 
 
 def test_views_outlive_the_region() -> None:
