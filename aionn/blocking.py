@@ -21,7 +21,7 @@ import weakref
 from collections.abc import Coroutine, Mapping, Sequence
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
@@ -41,6 +41,9 @@ from aionn.runtime.executing.execution import Executor
 from aionn.runtime.executing.frames import Frames
 from aionn.runtime.executing.link import LinkOptions
 from aionn.runtime.streaming.blocking import DEPTH, BlockingBurst, BlockingConnection
+
+if TYPE_CHECKING:
+    from aionn.graph.files import OpenFile
 
 __all__ = ["attach"]
 
@@ -67,7 +70,7 @@ def attach(
     The call waits until the service has the model prepared. The first app of a model waits for its compilation.
 
     Args:
-        model: the path of a model's file, or its bytes. The service gets a descriptor and no path.
+        model: the path of a model's file, or its bytes. The service gets descriptors, also of the files beside it, and no path.
         name: of the model and of the burst, for people. None is the name of the file.
         devices: the devices that may serve, the best first. None leaves the choice to the service.
         options: how the model is prepared, by name; as the service says.
@@ -99,7 +102,13 @@ def attach(
     path = _socket_path(service)
     client = _ServiceClient(path, _opened(model), (shown, names, encoded))
     try:
-        client.offer = completed(client.ask(deadline_ns))
+        try:
+            client.offer = completed(client.ask(deadline_ns))
+        except CallerError:
+            # The service opens no path, so it lacks the weights that lie beside the model. Few models have some.
+            if isinstance(model, bytes) or not client.open_beside(model):
+                raise
+            client.offer = completed(client.ask(deadline_ns))
         return BlockingBurst(_ServiceConnection(client, shown))
     except BaseException:
         client.close()
@@ -177,6 +186,7 @@ class _ServiceClient:
         self._path = path
         self._file = file
         self._asked = asked
+        self._beside: Mapping[str, OpenFile] = {}
         self._connection: Connection | None = None
         self.offer: AttachedDriver | None = None
         try:
@@ -184,6 +194,13 @@ class _ServiceClient:
         except BaseException:
             os.close(file)
             raise
+
+    def open_beside(self, model: str | os.PathLike[str]) -> bool:
+        """Open the files beside the model, for the service. Returns whether there are some."""
+        from aionn.graph.digest import files_beside
+
+        self._beside = files_beside(model)
+        return bool(self._beside)
 
     async def ask(self, deadline_ns: int | None) -> AttachedDriver:
         """Return a driver that has the model prepared. The caller opens and ends it.
@@ -195,7 +212,8 @@ class _ServiceClient:
         connection = self._connection
         if connection is None or connection.ended_by is not None:
             connection = await self._connect(deadline_ns)
-        opened, descriptors = await connection.call(OpenModel(Fd(self._file), *self._asked), deadline_ns=deadline_ns)
+        beside = tuple((name, Fd(file.fileno())) for name, file in self._beside.items())
+        opened, descriptors = await connection.call(OpenModel(Fd(self._file), *self._asked, beside), deadline_ns=deadline_ns)
         try:
             with socket.socket(fileno=descriptors.take(opened.socket)) as sock:
                 pidfd = partial(descriptors.take, opened.pidfd)
@@ -251,6 +269,8 @@ class _ServiceClient:
         file, self._file = self._file, -1
         if file >= 0:
             os.close(file)
+        for beside in self._beside.values():
+            beside.close()
         self.waits.close()
 
 

@@ -34,7 +34,8 @@ MOST: dict[str, tuple[int, int, int]] = {
 # 116 the camera that streams share, and tensors of what is cut from pictures,
 # 124 the engine for .tflite files
 # 348 the quotas, idle executables, quarantine and sealed memory in a driver that apps share
-MOST_CODE_LINES = 43_456
+# 94 the bounds of one process in a shared driver, and descriptors of the files beside a model for a service that opens no path
+MOST_CODE_LINES = 43_546
 MOST_FILES = 305
 MOST_LINES_OF_C = 5_764
 MOST_NAMES_DEFINED_TWICE = 0

@@ -30,6 +30,7 @@ from aionn.burst.executors import result_of
 from aionn.driver.prepared_model import EnginePreparedModel
 from aionn.driver.received import Received, size_of, weights_of
 from aionn.driver.sharing import QUOTAS, Quotas, Shared, Sharing
+from aionn.driver.threads import calling_app
 from aionn.errors import AionnError, CallerError, CompilationError, QuotaError
 from aionn.fmq import Listener
 from aionn.hal.interfaces import IBuffer, IBurstContext, IDevice, IPreparedModel
@@ -73,8 +74,8 @@ from aionn.remote.calls import (
     ReleasePreparedModel,
     SharedModelFacts,
 )
-from aionn.remote.connection import Connection, Descriptors, PeerLimits
-from aionn.remote.control import ATTACHED, PROTOCOL, Attach, ControlError, Ready, Refused, failure_of
+from aionn.remote.connection import ONLY_PEER, Connection, Descriptors, PeerLimits
+from aionn.remote.control import ATTACHED, GUEST_BODY_BYTES, PROTOCOL, Attach, ControlError, Ready, Refused, failure_of
 from aionn.remote.fences import Waits, check_fence, dependency_failed, execute_fenced_by, refusal, signal_outcome, since_launch
 from aionn.sandbox.report import Confinement
 from aionn.tasks import Tasks
@@ -322,7 +323,7 @@ class DeviceService:
         self._last_number = 0 if brought_by is None else ATTACHED
         self._cancellable: dict[int, asyncio.Task[Any] | None] = {}  # by call, while it may be stopped
         self.ended = asyncio.Event()
-        limits = PeerLimits(QUOTAS.messages_per_second if self.made.app else 0)
+        limits = PeerLimits(QUOTAS.messages_per_second, GUEST_BODY_BYTES) if self.made.app else ONLY_PEER
         self._connection = Connection(sock, self._call, self.end, None, self._cancel_soon, self._attach, limits=limits)
         self.made.of_all.add(self.made)
 
@@ -408,6 +409,7 @@ class DeviceService:
             task.cancel()
 
     async def _serve(self, call_id: int, body: HalCall[Any], descriptors: Descriptors) -> None:
+        calling_app.set(self.made.app)  # this task answers one call
         try:
             # Only calls that may take minutes are stopped. The pools of an execution must stay the driver's until it is done with them.
             if isinstance(body, GetSupportedOperations | PrepareModel | PrepareModelFromCache | Adopt):

@@ -51,14 +51,14 @@ _SEALED_BYTES = 16 << 20
 
 
 class Quotas(NamedTuple):
-    """How much of a shared driver one app may use, with all of its clients together. The units are in the names."""
+    """How much of a shared driver one process may use, with all of its clients together. The units are in the names."""
 
     prepared_models: int = 32
     weights_bytes: int = 2 << 30
     mapped_bytes: int = 512 << 20
     buffer_bytes: int = 256 << 20
     bursts: int = 64
-    clients: int = 8
+    clients: int = 64
     requests_in_flight: int = 256
     messages_per_second: int = 1000
 

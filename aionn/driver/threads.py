@@ -12,7 +12,9 @@ import ctypes
 import logging
 import queue
 import threading
+import weakref
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any, Generic, TypeVar
 
 from aionn.loopless import Answer
@@ -20,6 +22,12 @@ from aionn.loopless import Answer
 logger = logging.getLogger("aionn.driver")
 
 T = TypeVar("T")
+
+MOST_OF_AN_APP = 2
+"""How many blocking calls of one app run at once in a driver that apps share."""
+
+calling_app: ContextVar[int] = ContextVar("aionn_calling_app", default=0)
+"""The app of the call that this task answers, or 0 for the driver's owner."""
 
 
 _malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # musl keeps no arenas, and has none
@@ -102,19 +110,33 @@ class Threads:
 
     The thread that finished last works next. The C library gives each thread an arena of memory, so the next model reuses what the last
     one left there, instead of new memory from the kernel. A call whose caller has left goes on without delaying other calls.
+
+    An app of a shared driver takes no turn of the others. It has `MOST_OF_AN_APP` turns, and a call that it has left keeps its turn. So
+    calls that never end hold up their app alone, and make no more threads.
     """
 
     def __init__(self, name: str, at_once: int) -> None:
         self._name, self._at_once = name, at_once
         self._turns = asyncio.Semaphore(at_once)
+        self._turns_of: weakref.WeakValueDictionary[int, asyncio.Semaphore] = weakref.WeakValueDictionary()  # by app, while it has calls
         self._idle: list[SerialThread] = []
         self._busy: set[SerialThread] = set()
         self._closed = False
 
     async def run(self, job: Callable[[], T]) -> T:
         """Run `job` and return its result, or raise its error. A cancelled caller leaves, and the job runs on."""
-        async with self._turns:
-            return await self._submit(job).wait()
+        app = calling_app.get()
+        if not app:
+            async with self._turns:
+                return await self._submit(job).wait()
+        turns = self._turns_of.setdefault(app, asyncio.Semaphore(MOST_OF_AN_APP))
+        await turns.acquire()
+        try:
+            answer = self._submit(job, turns.release)
+        except BaseException:
+            turns.release()
+            raise
+        return await answer.wait()
 
     def behind(self, job: Callable[[], None]) -> None:
         """Run `job` after the caller's present step, unless the threads are closed by then.
@@ -134,13 +156,14 @@ class Threads:
 
         asyncio.get_running_loop().call_soon(submit)
 
-    def _submit(self, job: Callable[[], T]) -> Answer[T]:
+    def _submit(self, job: Callable[[], T], over: Callable[[], None] = lambda: None) -> Answer[T]:
         thread = self._idle.pop() if self._idle else SerialThread(self._name)
-        answer = thread.submit(job, lambda: self._done(thread))
+        answer = thread.submit(job, lambda: self._done(thread, over))
         self._busy.add(thread)
         return answer
 
-    def _done(self, thread: SerialThread) -> None:
+    def _done(self, thread: SerialThread, over: Callable[[], None]) -> None:
+        over()
         self._busy.discard(thread)
         if self._closed or len(self._idle) >= self._at_once:
             thread.close()

@@ -24,6 +24,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -175,6 +176,20 @@ def digest_file(file: OpenFile, beside: Beside, found: Survey | None = None) -> 
     if check_files(file, beside):
         _remember(key, _Known(digested, {location: other.identity for location, other in beside.files.items()}), began_ns)
     return digested
+
+
+def files_beside(path: str | os.PathLike[str]) -> Mapping[str, OpenFile]:
+    """Open the files in which tensors of the model at `path` lie. A tensor that cannot be had is left out, as a digest leaves it out.
+
+    Raises:
+        CallerError: the file cannot be a model, or cannot be read.
+    """
+    file, directories = open_model(path)
+    beside = Beside(file.where, directories, {})
+    for tensor in surveyed(file).outside:
+        with suppress(CallerError):
+            beside.place(tensor.entries, tensor.dims, tensor.data_type, "a tensor")
+    return beside.files
 
 
 def check_files(file: OpenFile, beside: Beside) -> bool:

@@ -238,14 +238,16 @@ def check_format(head: bytes, where: str) -> None:
         raise CallerError(f"{where}: this is not an ONNX model. It looks like {found[0]}")
 
 
-def open_model(source: str | os.PathLike[str]) -> tuple[OpenFile, tuple[Path, ...]]:
+def open_model(source: str | os.PathLike[str], where: str = "") -> tuple[OpenFile, tuple[Path, ...]]:
     """Open a model's file. Return also the directories beside it: that of its path, and that of its real path.
+
+    `where`: what errors call the model, in place of its path.
 
     Raises:
         CallerError: it is not a readable file with at least one byte.
     """
     path = Path(source)
-    where = f"model {os.fspath(path)!r}"
+    where = where or f"model {os.fspath(path)!r}"
     try:
         if not stat.S_ISREG(path.stat().st_mode):
             raise CallerError(f"{where}: this is not a file; give the path of an ONNX file (.onnx)")
@@ -293,8 +295,6 @@ class Beside:
         what = f"{self._where}: {name} lies in the file {location!r}"
         if not isinstance(location, str):  # protobuf gives a name that is not UTF-8 as bytes
             raise CallerError(f"{what}, whose name is not UTF-8; export the model again")
-        if not self._directories:
-            raise CallerError(f"{what} beside the model; give the model's path instead of its bytes")
         file = self.files.get(location)
         if file is None:
             file = self.files[location] = self.open(location, what)
@@ -304,8 +304,10 @@ class Beside:
         """Open the file of that name beside the model.
 
         Raises:
-            CallerError: it is missing, refused, or not a file.
+            CallerError: it is missing, refused, or not a file; or the model has no path.
         """
+        if not self._directories:
+            raise CallerError(f"{what} beside the model; put it there, and give the model's path instead of its bytes")
         try:
             path = self._permitted(location)
             if path is None:

@@ -438,12 +438,14 @@ class OpenModel(HalCall[Opened], frozen=True):
         name: of the model, for people. The service opens nothing by it.
         devices: the names of the devices that may serve, the best first. Empty leaves the choice to the service.
         options: how it is prepared, as msgpack.
+        beside: the files beside the model's, by the names that its graph has for them.
     """
 
     file: Fd
     name: str = ""
     devices: tuple[str, ...] = ()
     options: bytes = b""
+    beside: tuple[tuple[str, Fd], ...] = ()
 
 
 # --- the driver asks the app -------------------------------------------------------------------------------------------

@@ -168,11 +168,13 @@ class PeerLimits(NamedTuple):
 
     Attributes:
         messages_per_second: so many are taken in within a second. Further ones wait in the socket. 0: it is the only peer.
-        message_bytes: of the largest message.
+        message_bytes: of its largest message.
+        sent_bytes: of the largest message that this end sends, because the peer takes in no larger one.
     """
 
     messages_per_second: int = 0
     message_bytes: int = MAX_BODY_BYTES
+    sent_bytes: int = MAX_BODY_BYTES
 
 
 ONLY_PEER = PeerLimits()
@@ -216,7 +218,7 @@ class ControlSocket:
             CallerError: the message is larger than a frame may be.
             OSError: the descriptors cannot be sent (too many open files, here or on their way). Nothing was sent.
         """
-        body, fds = encode(message)
+        body, fds = encode(message, self._limits.sent_bytes)
         frame = memoryview(body)
         with self._sending:
             # The handler of a signal may post while its thread is in here. Its frame waits, or it would cut this one in two.

@@ -43,7 +43,7 @@ from aionn.sandbox.report import Confinement
 
 A = TypeVar("A")
 
-PROTOCOL = 13
+PROTOCOL = 14
 """Grows with every change of a message. Two ends with different numbers refuse each other at once."""
 
 STACKS_SIGNAL = int(signal.SIGRTMIN) + 7
@@ -51,6 +51,9 @@ STACKS_SIGNAL = int(signal.SIGRTMIN) + 7
 
 HEADER = Struct("<IHH")
 MAX_BODY_BYTES = 256 * 2**20
+GUEST_BODY_BYTES = 16 * 2**20
+"""Of a message that an app sends to a driver of others. A driver holds each message whole, before it is checked."""
+
 MAX_DESCRIPTORS = 253
 """The kernel's own limit for one message (SCM_MAX_FD)."""
 
@@ -178,8 +181,8 @@ def _answer_decoder(call: type[HalCall[Any]]) -> msgspec.msgpack.Decoder[Any]:
     return msgspec.msgpack.Decoder(get_args(call.__orig_bases__[0])[0], dec_hook=_named)  # type: ignore[attr-defined]
 
 
-def encode(message: Message) -> tuple[bytes, list[int]]:
-    """Return one whole frame and the descriptors that travel beside it.
+def encode(message: Message, most_bytes: int = MAX_BODY_BYTES) -> tuple[bytes, list[int]]:
+    """Return one whole frame and the descriptors that travel beside it. `most_bytes`: of its body.
 
     Raises:
         CallerError: the message is too large, has too many descriptors, or holds a value that no message can carry.
@@ -191,10 +194,11 @@ def encode(message: Message) -> tuple[bytes, list[int]]:
             raise TypeError(f"it holds {strange}")
     except (TypeError, OverflowError, ValueError) as error:
         raise CallerError(f"the call cannot be sent, because a value in it does not fit a message: {error}") from error
-    if len(body) > MAX_BODY_BYTES:
+    if len(body) > most_bytes:
+        own = "" if most_bytes == MAX_BODY_BYTES else ", or use a driver of this app with Runtime(service='off')"
         raise CallerError(
-            f"the call needs a message of {len(body)} bytes, but at most {MAX_BODY_BYTES} fit; "
-            "make the graph smaller (its large constants do not count)"
+            f"the call needs a message of {len(body)} bytes, but at most {most_bytes} fit; "
+            f"make the graph smaller (its large constants do not count){own}"
         )
     if len(fds) > MAX_DESCRIPTORS:
         raise CallerError(

@@ -1,13 +1,14 @@
 """The models of clients without an event loop (`aionn.blocking.attach`), which the service prepares for them.
 
-Such a client passes an open descriptor of a model's file: who can open it, may have it computed. The file is known by its number on its
-disk, its size and its times, so a second client of an unchanged file waits for nothing. The service reads the graph, and the driver the
-weights. Compilations are kept in one folder of the user.
+Such a client passes open descriptors of a model's file and of those beside it: who can open them, may have them computed. A file is known
+by its number on its disk, its size and its times, so a second client of an unchanged file waits for nothing. The service reads the graph,
+and the driver the weights. Compilations are kept in one folder of the user.
 
 Invariants
     One preparation of a file at a time, however many clients ask for it.
     The service keeps `MOST_MODELS` compilations, and gives the least recently used one up for another. A driver frees the model when no
-    client has it any more either.
+    client has it any more either. A compilation counts for the app that has asked first, so an app pushes out its own ones before others.
+    An app that waits for its turn holds up no other one, also where both ask for the same file.
 """
 
 from __future__ import annotations
@@ -17,19 +18,30 @@ import fcntl
 import os
 import stat
 from collections import OrderedDict
-from typing import Any
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import msgspec
 
-from aionn.errors import CallerError, DriverDiedError
+from aionn.errors import CallerError, DriverDiedError, QuotaError
+from aionn.graph.files import Beside, Identity, OpenFile, open_model
+from aionn.hal.types import ErrorStatus
 from aionn.remote.calls import OpenModel
 from aionn.remote.device import RemotePreparedModel
 from aionn.runtime.compilation import CompilationParts, parts_of
-from aionn.runtime.model import Model
+from aionn.runtime.model import Model, model_of_files
 from aionn.runtime.open_runtime import Asked, OpenRuntime
+from aionn.tasks import run_in_thread
 
 MOST_MODELS = 64
+MOST_OF_AN_APP, MOST_BYTES_OF_AN_APP = 16, 2 << 30
+"""How many compilations the service keeps for one app, and of how large files together."""
+
+MOST_AT_ONCE = 2
+"""How many models the service prepares for one app at a time."""
+
 IDLE_S = 300.0
 """A model that no client has asked for in so long is given back by its driver. The next client loads it from the cache."""
 
@@ -45,37 +57,55 @@ def cache_folder() -> str:
     return os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "aionn", "service")
 
 
+class _Kept(NamedTuple):
+    """A compilation, the app that has asked for it first, and the size of its file."""
+
+    parts: CompilationParts
+    app: int
+    size_bytes: int
+
+
 class KeptModels:
     """The compilations of one service. Use it in the service's loop."""
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[tuple[Any, ...], CompilationParts] = OrderedDict()
+        self._kept: OrderedDict[tuple[Any, ...], _Kept] = OrderedDict()
+        self._turns: WeakValueDictionary[int, asyncio.Semaphore] = WeakValueDictionary()  # by app, while it waits
         self._locks: WeakValueDictionary[tuple[Any, ...], asyncio.Lock] = WeakValueDictionary()  # while a caller has it
 
-    async def prepared(self, opened: OpenRuntime, asked: OpenModel, file: int) -> RemotePreparedModel:
-        """Return the model of an open file, prepared in a driver of `opened`. The caller keeps owning the descriptor.
+    async def prepared(self, opened: OpenRuntime, asked: OpenModel, file: int, app: int) -> RemotePreparedModel:
+        """Return the model of an open file for an app, prepared in a driver of `opened`. The caller keeps owning the descriptor.
 
         Raises:
             CallerError: the descriptor is not of a file that can be read, or an option is wrong; or no single device runs the model.
+            QuotaError: the file is larger than all that an app may have prepared.
             AionnError: as `Runtime.compile`.
         """
-        found = os.fstat(file)
-        flags = fcntl.fcntl(file, fcntl.F_GETFL)
-        if not stat.S_ISREG(found.st_mode) or flags & _O_PATH or flags & os.O_ACCMODE == os.O_WRONLY:
-            raise CallerError("the descriptor of the model is not of a file that can be read; open the model's file for reading")
+        files = {"": file, **dict(asked.beside)}
+        found = [_checked_file(fd) for fd in files.values()]
+        size_bytes = sum(status.st_size for status in found)
+        if size_bytes > MOST_BYTES_OF_AN_APP:
+            raise QuotaError(
+                f"the model's files have {size_bytes} bytes, but the service prepares {MOST_BYTES_OF_AN_APP} bytes for one app; compile "
+                "it in a Runtime(service='off')",
+                status=ErrorStatus.RESOURCE_EXHAUSTED_PERSISTENT,
+                what="weights bytes",
+                limit=MOST_BYTES_OF_AN_APP,
+                used=0,
+            )
         how = _checked(asked.options)
-        which = found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+        which = tuple((name, Identity.of(status)) for name, status in zip(files, found, strict=True))
         key = (opened, which, asked.devices, tuple(sorted(how.items())))
-        async with self._locks.setdefault(key, asyncio.Lock()):
-            parts = self._kept.get(key)
-            if parts is None:
-                model = await Model.load(f"/proc/self/fd/{file}")
-                parts = self._kept[key] = parts_of(await opened.compile(_request(model, asked, how)))
-            self._kept.move_to_end(key)
-            while len(self._kept) > MOST_MODELS:
-                self._kept.popitem(last=False)
-            serving = await parts.kept_model.live()
-        prepared = serving.prepared
+        if (kept := self._kept.get(key)) is None:
+            turns = self._turns.setdefault(app, asyncio.Semaphore(MOST_AT_ONCE))
+            async with turns, self._locks.setdefault(key, asyncio.Lock()):
+                if (kept := self._kept.get(key)) is None:
+                    model = await run_in_thread(_loaded, files, asked.name)
+                    kept = _Kept(parts_of(await opened.compile(_request(model, asked, how))), app, size_bytes)
+                    self._kept[key] = kept
+                    self._make_room(app)
+        self._kept.move_to_end(key)
+        prepared = (await kept.parts.kept_model.live()).prepared
         if not isinstance(prepared, RemotePreparedModel):
             raise CallerError(
                 "this model runs on several devices, which a client without an event loop cannot use; compile it in a Runtime"
@@ -83,6 +113,38 @@ class KeptModels:
         if prepared.device.connection.ended_by is not None:
             raise DriverDiedError(prepared.device.name, None)
         return prepared
+
+    def _make_room(self, app: int) -> None:
+        """Give up what that app has used least recently, and then what any app has."""
+        own = [key for key, kept in self._kept.items() if kept.app == app]
+        while len(own) > MOST_OF_AN_APP or sum(self._kept[key].size_bytes for key in own) > MOST_BYTES_OF_AN_APP:
+            del self._kept[own.pop(0)]
+        if len(self._kept) > MOST_MODELS:
+            self._kept.popitem(last=False)
+
+
+def _checked_file(fd: int) -> os.stat_result:
+    """Return what the system says of the file of a model, or of one beside it.
+
+    Raises:
+        CallerError: the descriptor gives no right to read a file.
+    """
+    found, flags = os.fstat(fd), fcntl.fcntl(fd, fcntl.F_GETFL)
+    if not stat.S_ISREG(found.st_mode) or flags & _O_PATH or flags & os.O_ACCMODE == os.O_WRONLY:
+        raise CallerError("the descriptor of the model is not of a file that can be read; open the model's file for reading")
+    return found
+
+
+def _loaded(files: Mapping[str, int], name: str) -> Model:
+    """Return the model in these open files. The service opens no other ones, since its rights are not those of the app."""
+    where = f"model {name!r}"
+    opened, beside = open_model(_path_of(files[""]), where)[0], Beside(where, (), {})
+    beside.files.update({location: OpenFile(_path_of(fd), where) for location, fd in files.items() if location})
+    return model_of_files(opened, beside)
+
+
+def _path_of(fd: int) -> Path:
+    return Path(f"/proc/self/fd/{fd}")
 
 
 def _checked(options: bytes) -> dict[str, Any]:

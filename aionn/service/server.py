@@ -89,11 +89,16 @@ CLOSE_S = 10.0
 
 
 class App:
-    """One app that is attached: its connection, and its process."""
+    """One app that is attached: its connection, and its process.
 
-    def __init__(self, service: Service, sock: socket.socket, number: int) -> None:
-        self.number = number
+    Attributes:
+        pid: of its process, or 0 where that is in no pid namespace seen from here.
+        number: by which drivers know the app: its process's, so that all its connections count for one app. Else a negative one.
+    """
+
+    def __init__(self, service: Service, sock: socket.socket, connections: int) -> None:
         self.pid, _ = peer_of(sock)
+        self.number = self.pid or -connections
         self._service = service
         self._pidfd = pidfd_of_peer(sock)
         if self._pidfd >= 0:
@@ -157,8 +162,8 @@ class Service:
         self._listening: Listening | None = listening
         self._drivers = Drivers(state_dir)
         self._began_s = time.monotonic()
-        self._apps: dict[int, App] = {}
-        self._last_number = 0
+        self._apps: set[App] = set()
+        self._connections = 0  # so far
         self._unused_since: dict[int, float] = {}
         self._suspects = Suspects()
         self._models = KeptModels()
@@ -227,7 +232,7 @@ class Service:
             sock.close()
             return
         sock.setblocking(False)
-        of_process = sum(app.pid == pid for app in self._apps.values()) if pid else 0  # other pid namespaces have no number
+        of_process = sum(app.pid == pid for app in self._apps) if pid else 0  # other pid namespaces have no number
         if len(self._apps) >= MOST_APPS or of_process >= MOST_OF_A_PROCESS:
             who = f"{MOST_APPS} apps are attached" if of_process < MOST_OF_A_PROCESS else f"process {pid} is attached {of_process} times"
             refusal = CallerError(f"{who} to this service, which is the most; end one of them")
@@ -235,12 +240,12 @@ class Service:
             connection.greet(Refused(failure_of(refusal)))
             connection.end(refusal)
             return
-        self._last_number += 1
-        self._apps[self._last_number] = App(self, sock, self._last_number)
+        self._connections += 1
+        self._apps.add(App(self, sock, self._connections))
 
     def remove(self, app: App) -> None:
         """Forget an app that has gone."""
-        self._apps.pop(app.number, None)
+        self._apps.discard(app)
         app.end()
 
     def end_guest(self, number: int) -> None:
@@ -296,7 +301,7 @@ class Service:
     async def _open(self, app: App, call_id: int, body: OpenModel, descriptors: Descriptors) -> None:
         descriptors.check_arrived()
         async with self._drivers.using(ConnectDriver("", False, "auto", 0, {})) as opened:
-            prepared = await self._models.prepared(opened, body, body.file)
+            prepared = await self._models.prepared(opened, body, body.file, app.number)
             self._socket()
             remote = prepared.device
             self._watch(remote)
@@ -337,15 +342,14 @@ class Service:
 
     async def _facts(self) -> ServiceFacts:
         drivers = []
-        pids = {app.number: app.pid for app in self._apps.values()}
         for _, device in self._drivers.devices():
             guests = await _asked(device, Guests())
             models = await _asked(device, ListShared())
             if guests is not None and models is not None and device.pid is not None:
-                known = tuple(msgspec.structs.replace(each, guest=pids.get(each.guest, 0)) for each in guests)
+                known = tuple(msgspec.structs.replace(each, guest=max(0, each.guest)) for each in guests)
                 drivers.append(DriverFacts(device.name, device.pid, device.low_priority is None, known, models))
         seconds = time.monotonic() - self._began_s
-        return ServiceFacts(os.getpid(), RELEASE, seconds, tuple(app.pid for app in self._apps.values()), tuple(drivers))
+        return ServiceFacts(os.getpid(), RELEASE, seconds, tuple(app.pid for app in self._apps), tuple(drivers))
 
     async def _end_unused(self) -> None:
         """End drivers that have had no guest and no model for a while."""
@@ -390,7 +394,7 @@ class Service:
         asyncio.get_running_loop().remove_reader(listening.sock.fileno())
         self._listening = None
         listening.leave()
-        for other in list(self._apps.values()):
+        for other in list(self._apps):
             if other is not successor:
                 self.remove(other)  # it attaches to another service when it needs a driver
         self.end()
@@ -399,7 +403,7 @@ class Service:
         if self._listening is not None:
             asyncio.get_running_loop().remove_reader(self._listening.sock.fileno())
             self._listening.leave() if self._handing_over else self._listening.end()
-        for app in list(self._apps.values()):
+        for app in list(self._apps):
             self.remove(app)
         for _, device in self._drivers.devices():
             if await _asked(device, Guests()):

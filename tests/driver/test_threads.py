@@ -14,7 +14,7 @@ import anyio.lowlevel
 import anyio.to_thread
 import pytest
 
-from aionn.driver.threads import SerialThread, Threads
+from aionn.driver.threads import MOST_OF_AN_APP, SerialThread, Threads, calling_app
 
 pytestmark = [pytest.mark.anyio, pytest.mark.both_loops]
 
@@ -40,6 +40,42 @@ async def test_a_call_gives_what_it_returns_or_raises() -> None:
     with pytest.raises(SystemExit):
         await threads.run(sys.exit)
     assert await threads.run(threading.get_ident) != threading.get_ident()
+    threads.close()
+
+
+async def test_an_app_whose_calls_never_end_holds_up_itself_alone() -> None:
+    threads = Threads("test", 1)
+    begun, go = threading.Semaphore(0), threading.Event()
+
+    def work() -> None:
+        begun.release()
+        assert go.wait(10)
+
+    async def leaves(app: int) -> None:
+        calling_app.set(app)
+        with anyio.move_on_after(0.05):
+            await threads.run(work)
+
+    async with anyio.create_task_group() as group:
+        for _ in range(MOST_OF_AN_APP + 3):  # their callers leave, and two of the calls go on
+            group.start_soon(leaves, 7)
+    assert [begun.acquire(timeout=0.05) for _ in range(MOST_OF_AN_APP + 1)] == [True, True, False]
+
+    async def runs(app: int) -> int:
+        calling_app.set(app)
+        return await threads.run(lambda: app)
+
+    async with anyio.create_task_group() as group:
+        waiting = anyio.Event()
+
+        async def waits() -> None:
+            assert await runs(7) == 7
+            waiting.set()
+
+        group.start_soon(waits)
+        assert [await runs(app) for app in (0, 8)] == [0, 8]
+        assert not waiting.is_set()
+        go.set()
     threads.close()
 
 

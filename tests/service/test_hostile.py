@@ -17,18 +17,23 @@ from pathlib import Path
 import anyio
 import anyio.lowlevel
 import msgspec
+import numpy as np
+import onnx
 import pytest
 
 import aionn
+import aionn.blocking
+from aionn.driver.sharing import QUOTAS
 from aionn.remote import connection
 from aionn.remote.calls import Drain, EndGuest, Evict, Fd, FreeBuffer, Guests, ListShared, OpenModel, Quarantine, ReadService, TakeOver
 from aionn.remote.connection import ControlSocket, PeerLimits
-from aionn.remote.control import Attach, CallMessage, Cancel, Failed, Refused, encode
-from aionn.service import server
+from aionn.remote.control import GUEST_BODY_BYTES, Attach, CallMessage, Cancel, Failed, Refused, encode
+from aionn.service import models, server
 from aionn.service.listening import listen
 from aionn.service.server import Service
+from aionn.testing import identity_model
 from tests.service.hostile import DEFAULTS, MODEL, Hostile, begun_frame, descriptors_of, hostile
-from tests.service.served import Looking, Served, evicted
+from tests.service.served import Looking, Served, evicted, odd_descriptor
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("surroundings")]
 
@@ -113,12 +118,12 @@ def test_a_guest_brings_no_more_clients_than_its_quota_and_speaks_for_no_other_a
     with hostile(served.path) as app, hostile(served.path) as other:
         victim, guest = other.open_model(folder), app.open_model(folder)
         held = []
-        for _ in range(20):
+        for _ in range(QUOTAS.clients + 4):
             ours, theirs = socket.socketpair()
             with theirs:
                 guest.post(Attach(Fd(theirs.fileno()), 1, 2))
             held.append(Hostile(ours))
-        assert sum(isinstance(client.greeting, Refused) for client in held) == 13
+        assert sum(isinstance(client.greeting, Refused) for client in held) == 6  # all are of this process
         for call in (Guests(), EndGuest(2), Drain(), Evict(""), Quarantine(((1, 2**62),)), ListShared()):
             assert "service" in sentence(guest.call(call))
             assert "service" in sentence(held[0].call(call))
@@ -126,7 +131,7 @@ def test_a_guest_brings_no_more_clients_than_its_quota_and_speaks_for_no_other_a
         guest.close()
         for client in held:
             client.close()
-        until(lambda: len(served.guests()) == 1)
+        until(lambda: [guest["models"] for guest in served.guests()] == [1])
         victim.close()
 
 
@@ -201,6 +206,72 @@ def test_what_is_no_readable_file_is_no_model(served: Served, folder: Path, kind
         for fd in (opened, *pipe):
             os.close(fd)
         assert app.call(DEFAULTS).pid in [driver["pid"] for driver in served.facts()["drivers"]]
+
+
+def weighted(location: str) -> bytes:
+    """A model whose weights lie in that file: y = x ^ w."""
+    weights = onnx.helper.make_tensor("w", onnx.TensorProto.UINT8, [64], bytes(64), raw=True)
+    weights.ClearField("raw_data")
+    weights.data_location = onnx.TensorProto.EXTERNAL
+    weights.external_data.add(key="location", value=location)
+    x, y = (onnx.helper.make_tensor_value_info(name, onnx.TensorProto.UINT8, [64]) for name in "xy")
+    graph = onnx.helper.make_graph([onnx.helper.make_node("BitwiseXor", ["x", "w"], ["y"])], "g", [x], [y], [weights])
+    content: bytes = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 18)]).SerializeToString()
+    return content
+
+
+def test_the_service_opens_no_file_that_a_model_names(served: Served, folder: Path) -> None:
+    """It may read more than an app in a container. Such an app says where its model lies, too."""
+    (folder / "weights").write_bytes(b"w" * 64)
+    file = folder / "model.onnx"
+    with hostile(served.path) as app, aionn.blocking.attach(MODEL, service=served.path):
+        for location in ("weights", *map(str, range(3, 40))):
+            file.write_bytes(weighted(location))
+            with file.open("rb") as opened:
+                said = sentence(app.call(OpenModel(Fd(opened.fileno()), "mine")))
+                assert f"model 'mine': tensor 'w' of graph 'g' lies in the file '{location}' beside the model" in said
+        file.write_bytes(weighted("weights"))
+        with file.open("rb") as opened, odd_descriptor() as odd:
+            assert "can be read" in sentence(app.call(OpenModel(Fd(opened.fileno()), beside=(("weights", Fd(odd)),))))
+    for content in (b"w", b"v"):
+        (folder / "weights").write_bytes(content * 64)
+        with aionn.blocking.attach(file, service=served.path) as burst:
+            assert burst.compute({"x": np.zeros(64, np.uint8)})["y"].tobytes() == content * 64
+
+
+async def test_models_for_threads_count_for_the_app_that_asks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(models, "MOST_OF_AN_APP", 3)
+    path = str(folder / "service.sock")
+    service = Looking(listen(path))
+
+    def attaches() -> None:
+        for width in range(2, 8):
+            with aionn.blocking.attach(identity_model({"input": (1, width)}), devices=["reference"], service=path) as burst:
+                burst.compute({"input": np.ones((1, width), np.float32)})
+            assert len(service._models._kept) == min(width - 1, 3)
+        with pytest.raises(aionn.QuotaError, match="prepares 5 bytes for one app"), monkeypatch.context() as patched:
+            patched.setattr(models, "MOST_BYTES_OF_AN_APP", 5)
+            aionn.blocking.attach(MODEL, service=path)
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(service.serve)
+        await anyio.to_thread.run_sync(attaches)
+        service.end()
+
+
+async def test_a_larger_message_is_refused_by_the_app_and_ends_a_hostile_one(served: Served, folder: Path) -> None:
+    with hostile(served.path) as app:
+        guest = app.driver()
+        guest.sock.sendall(begun_frame(GUEST_BODY_BYTES + 1, 0))
+        with pytest.raises((EOFError, ConnectionResetError)):
+            guest.read()
+        guest.close()
+    nodes = [onnx.helper.make_node("Identity", ["x"], ["y"], doc_string="x" * (GUEST_BODY_BYTES + 1))]
+    x, y = ([onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [1])] for name in "xy")
+    model = onnx.helper.make_model(onnx.helper.make_graph(nodes, "g", x, y), opset_imports=[onnx.helper.make_opsetid("", 18)])
+    async with aionn.Runtime(service=served.path, start=()) as runtime:
+        with pytest.raises(aionn.CallerError, match="at most 16777216 fit; make the graph smaller"):
+            await runtime.compile(aionn.Model.from_onnx(model.SerializeToString()), devices=["reference"])
 
 
 def test_what_an_app_sends_is_bounded(served: Served) -> None:

@@ -32,8 +32,8 @@ from aionn.pages.app_page import traced_until_ns
 from aionn.pages.layout import Activity, LayoutError
 from aionn.pages.page import PageReader
 from aionn.remote.calls import HalCall, LogLine
-from aionn.remote.connection import Connection, Descriptors
-from aionn.remote.control import PROTOCOL, STACKS_SIGNAL, ControlError, Ready, Refused, ServiceReady, error_of
+from aionn.remote.connection import ONLY_PEER, Connection, Descriptors, PeerLimits
+from aionn.remote.control import GUEST_BODY_BYTES, PROTOCOL, STACKS_SIGNAL, ControlError, Ready, Refused, ServiceReady, error_of
 from aionn.remote.device import RemoteDevice
 from aionn.runtime.processes.liveness import Hang, Judge, waiting_cpu_ns, watch, watch_start
 from aionn.runtime.processes.spawning import DEFAULT_HANG_S, GRACE_S, KILL_S, USUAL, WHEN_IDLE, Settings, Spawned
@@ -100,7 +100,8 @@ class DriverProcess:
         self._calls: asyncio.Queue[tuple[int, HalCall[Any], Descriptors] | None] = asyncio.Queue()
         tasks.start_soon(self._answer_calls, name=f"answers to {name}")
         tasks.start_soon(self._watch, settings, name=f"watch over {name}")
-        self.connection = Connection(spawned.sock, self._call, self._socket_ended, self._greeted)
+        limits = PeerLimits(sent_bytes=GUEST_BODY_BYTES) if self._child.is_shared else ONLY_PEER
+        self.connection = Connection(spawned.sock, self._call, self._socket_ended, self._greeted, limits=limits)
 
     @property
     def pid(self) -> int:
