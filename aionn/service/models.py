@@ -57,7 +57,7 @@ def cache_folder() -> str:
     return os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "aionn", "service")
 
 
-class _Kept(NamedTuple):
+class _KeptModel(NamedTuple):
     """A compilation, the app that has asked for it first, and the size of its file."""
 
     parts: CompilationParts
@@ -69,7 +69,7 @@ class KeptModels:
     """The compilations of one service. Use it in the service's loop."""
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[tuple[Any, ...], _Kept] = OrderedDict()
+        self._kept: OrderedDict[tuple[Any, ...], _KeptModel] = OrderedDict()
         self._turns: WeakValueDictionary[int, asyncio.Semaphore] = WeakValueDictionary()  # by app, while it waits
         self._locks: WeakValueDictionary[tuple[Any, ...], asyncio.Lock] = WeakValueDictionary()  # while a caller has it
 
@@ -101,7 +101,7 @@ class KeptModels:
             async with turns, self._locks.setdefault(key, asyncio.Lock()):
                 if (kept := self._kept.get(key)) is None:
                     model = await run_in_thread(_loaded, files, asked.name)
-                    kept = _Kept(parts_of(await opened.compile(_request(model, asked, how))), app, size_bytes)
+                    kept = _KeptModel(parts_of(await opened.compile(_request(model, asked, how))), app, size_bytes)
                     self._kept[key] = kept
                     self._make_room(app)
         self._kept.move_to_end(key)

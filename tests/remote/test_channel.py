@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from aionn.errors import CallerError, ExecutionError
 from aionn.hal.types import ErrorStatus, MemoryDescription, MemoryKind
-from aionn.remote import control
 from aionn.remote.calls import CopyFrom, Fd, LentMemory
 from aionn.remote.connection import ControlSocket, Descriptors
 from aionn.remote.control import (
@@ -128,12 +127,12 @@ async def test_a_frame_that_is_none_ends_the_channel_with_a_reason_and_leaves_no
     ear.channel.post(Reply(1, None))  # after the end: no peer hears it, and it is not an error
 
 
-async def test_the_longest_message_is_sent_and_a_longer_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_longest_message_is_sent_and_a_longer_one_is_refused() -> None:
     whole, _ = encode(Reply(1, None))
-    monkeypatch.setattr(control, "MAX_BODY_BYTES", len(whole) - HEADER.size)
-    assert encode(Reply(1, None)) == (whole, [])
-    with pytest.raises(CallerError, match=f"needs a message of {len(whole) - HEADER.size + 1} bytes, but at most"):
-        encode(Reply(1, "a"))
+    most_bytes = len(whole) - HEADER.size
+    assert encode(Reply(1, None), most_bytes) == (whole, [])
+    with pytest.raises(CallerError, match=f"needs a message of {most_bytes + 1} bytes, but at most"):
+        encode(Reply(1, "a"), most_bytes)
 
 
 async def test_descriptors_piled_onto_one_unfinished_frame_end_the_channel() -> None:
