@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import sys
 import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from contextlib import contextmanager
@@ -153,7 +154,14 @@ class OwnedTasks:
         """
         if self._group is None:
             raise CallerError("the runtime was closed")
-        self._group.start_soon(self._guarded, work, args, name=name)
+        # anyio asks sniffio which library runs, if a package of the app brings it. In a callback of the loop sniffio finds none by itself.
+        library = getattr(sys.modules.get("sniffio"), "current_async_library_cvar", None)
+        said = None if library is None else library.set("asyncio")
+        try:
+            self._group.start_soon(self._guarded, work, args, name=name)
+        finally:
+            if library is not None:
+                library.reset(said)
 
     async def aclose(self, wait_s: float) -> None:
         """End the group, and wait at most `wait_s` seconds for its end. A cancelled caller leaves at once, and the end goes on.

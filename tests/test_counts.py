@@ -32,10 +32,10 @@ MOST: dict[str, tuple[int, int, int]] = {
 # 59 of C what the handlers of signals raise, 1,110 the service of all apps (it may have 2,500)
 # 24 the extra `cli`, completion, names of models in `cache ls`,
 # 116 the camera that streams share, and tensors of what is cut from pictures,
-# 124 the engine for .tflite files
+# 124 the engine for .tflite files, 8 what anyio needs in a callback where sniffio is installed
 # 348 the quotas, idle executables, quarantine and sealed memory in a driver that apps share
 # 94 the bounds of one process in a shared driver, and descriptors of the files beside a model for a service that opens no path
-MOST_CODE_LINES = 43_546
+MOST_CODE_LINES = 43_554
 MOST_FILES = 305
 MOST_LINES_OF_C = 5_764
 MOST_NAMES_DEFINED_TWICE = 0

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import math
 import time
 
 import anyio
 import anyio.lowlevel
 import pytest
+import sniffio
 
 from aionn.errors import CallerError, DriverDiedError, again
 from aionn.loopless import Answer, deadline_of
-from aionn.tasks import bounded_shield, ungrouped
+from aionn.tasks import OwnedTasks, bounded_shield, ungrouped
 
 pytestmark = [pytest.mark.anyio, pytest.mark.both_loops]
 
@@ -89,3 +91,29 @@ async def test_each_caller_gets_an_error_of_its_own() -> None:
     assert (second is first, str(second), second.device, second.exit_code) == (False, str(first), "npu", -9)
     own = KeyError()
     assert again(own) is own
+
+
+async def test_a_callback_of_the_loop_starts_a_task_where_the_app_has_sniffio() -> None:
+    begun = asyncio.Event()
+    tasks = OwnedTasks(anyio.lowlevel.checkpoint, "tasks of a test")
+    await tasks.open()
+    found: list[object] = []
+
+    async def work() -> None:
+        begun.set()
+
+    def callback() -> None:
+        try:
+            with pytest.raises(sniffio.AsyncLibraryNotFoundError):
+                sniffio.current_async_library()
+            tasks.start_soon(work)
+            found.append(sniffio.current_async_library_cvar.get())
+        except BaseException as error:
+            found.append(error)
+
+    asyncio.get_running_loop().call_soon(callback, context=contextvars.Context())
+    await anyio.lowlevel.checkpoint()
+    assert found == [None]
+    with anyio.fail_after(60):
+        await begun.wait()
+    await tasks.aclose(60)
