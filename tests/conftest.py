@@ -181,6 +181,16 @@ class KeepsTemplate:
     has_drivers = True
 
 
+def warm_spawn(spawn: Any) -> Any:
+    """Return a `posix_spawn` that starts `tests.warm_driver` in place of `aionn.driver`."""
+
+    def start(path: str, arguments: list[str], *others: Any, **named: Any) -> int:
+        number: int = spawn(path, ["tests.warm_driver" if word == "aionn.driver" else word for word in arguments], *others, **named)
+        return number
+
+    return start
+
+
 @pytest.fixture(scope="session", autouse=True)
 def drivers_are_copies(request: pytest.FixtureRequest) -> Iterator[None]:
     """Drivers of all tests of a worker are copies of one template. Starting thousands by exec would take longer than all else.
@@ -190,12 +200,15 @@ def drivers_are_copies(request: pytest.FixtureRequest) -> Iterator[None]:
     if request.config.option.real_starts or request.config.option.own_process is not None:
         yield
         return
+    from aionn.engines.installed import BUILT_IN
     from aionn.runtime.processes import template
     from aionn.runtime.processes.spawning import USUAL, Settings, Spawned
 
     keeper = KeepsTemplate()
     template.use_template(keeper)
-    first = Spawned("onnxruntime", "", USUAL, Settings(sandbox="auto"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "posix_spawn", warm_spawn(os.posix_spawn))
+        first = Spawned("onnxruntime", BUILT_IN["onnxruntime"], USUAL, Settings(sandbox="auto"))
     left = template.template_of_thread()
     while left is not None and not left.ended and not left.pid:
         select.select([left._orders], [], [])  # it says that it waits for orders, or ends

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from aionn.runtime.processes import template
 from tests.leaks import left_running, processes_with
 
 MARK = "AIONN_RUNS_MARK"
@@ -228,3 +229,14 @@ def test_tests_with_their_own_process_share_nothing_with_others(project: Project
     assert "printed by the second" in text
     assert "the third's reason" in text
     assert "in test_that_hangs_there" in text
+
+
+def test_drivers_of_tests_need_not_import_what_their_template_has(request: pytest.FixtureRequest) -> None:
+    if request.config.option.real_starts:
+        pytest.skip("with --real-starts no template is kept")
+    left = template.template_of_thread()
+    assert left is not None
+    with open(f"/proc/{left.pid}/maps", encoding="utf-8") as maps:
+        text = maps.read()
+    assert "onnxruntime_pybind11_state" in text
+    assert "onnx_cpp2py_export" in text

@@ -61,7 +61,8 @@ async def test_a_burst_that_is_dropped_is_collected_and_leaves_nothing_here_or_i
     gc.collect()  # views in reference cycles are garbage, not leaks
     assert Inventory.take().since(here) == []
     with anyio.fail_after(30):
-        while held_by_the_driver(compilation) != there:
+        # The driver may have still held something of the first burst when `there` was counted.
+        while any(now > before for now, before in zip(held_by_the_driver(compilation), there, strict=True)):
             await compilation.compute(INPUTS)
     assert compilation._parts.compiled.serving is not None
     prepared = compilation._parts.compiled.serving.prepared
