@@ -1,4 +1,6 @@
 """Clients and servers for systems that exist already: Frigate, Home Assistant, LiveKit agents and Pipecat.
 
+    frigate     `aionn serve-frigate`, a server for Frigate's detectors
+
 Each adapter needs an extra of the same name. No other module imports the package of that system, and this one imports nothing.
 """

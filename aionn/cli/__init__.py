@@ -4,6 +4,7 @@
     compiling    `aionn compile`: with progress, then what was stored
     running      `aionn run`
     serving_http `aionn serve-http`
+    serving_frigate  `aionn serve-frigate`
     service      `aionn serve` and `aionn ps`
     tracing      `aionn trace`
     caches       `aionn cache ls | verify | prune`

@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 from cyclopts import App, CycloptsError, Parameter, UnusedCliTokensError
 
+from aionn.adapters.frigate import ENDPOINT
 from aionn.cli.printing import NotDoneError, UsageError, bytes_of, error_console, seconds_of, show_warnings
 from aionn.errors import AionnError, CallerError
 from aionn.escapes import escaped
@@ -202,6 +203,41 @@ def serve_http(
 
     options = ServeOptions(listen, device, threads, cache_dir, state_dir, bytes_of(max_body, "--max-body"))
     serve(model, options)
+
+
+@app.command(name="serve-frigate")
+def serve_frigate(
+    *,
+    endpoint: str = ENDPOINT,
+    model: Annotated[str | None, Parameter(name="--model")] = None,
+    device: DeviceNames = None,
+    threads: Threads = None,
+    service: Annotated[str | None, Parameter(name="--service")] = None,
+    timeout_ms: Annotated[int, Parameter(name="--timeout-ms")] = 200,
+    max_model: Annotated[str, Parameter(name="--max-model")] = "256M",
+    cache_dir: Annotated[str | None, Parameter(name="--cache-dir")] = None,
+    state_dir: StateDir = None,
+) -> None:
+    """Serve detectors of Frigate, of its type zmq, until Ctrl-C or SIGTERM.
+
+    Frigate is not changed. Its configuration names the same endpoint. A client must run as the same user, or as root.
+
+    Args:
+        endpoint: The socket, as ipc:///run/aionn/frigate. Its folder must belong to this user. Default: that of Frigate's detector.
+        model: Path of an ONNX file, which serves every detector. Default: each detector sends its own.
+        device: Name of a device that may run the models; give it again for more. Default: the best one that can run each model.
+        service: Use the drivers of `aionn serve`: the path of its socket, or auto.
+        timeout_ms: What is not computed in so many milliseconds is not answered. Give the request_timeout_ms of Frigate's detector.
+        max_model: The largest model that a detector may send, as 500000000, 500M or 2G (powers of 1000).
+        cache_dir: Take compilations from this cache, and store them there. Default: $XDG_CACHE_HOME/aionn/frigate, else
+            ~/.cache/aionn/frigate.
+        state_dir: Folder of the records that vouch for the cache; it must last as long. Default: $XDG_STATE_HOME/aionn, else
+            ~/.local/state/aionn.
+    """
+    from aionn.cli.serving_frigate import ServeFrigateOptions, serve
+
+    largest = bytes_of(max_model, "--max-model")
+    serve(ServeFrigateOptions(endpoint, model, device, threads, service, timeout_ms, largest, cache_dir, state_dir))
 
 
 @app.command(name="trace")

@@ -78,11 +78,12 @@ def _of_folders(folders: _Folders) -> list[Row]:
 
 
 def _of_processes() -> list[Row]:
+    from aionn.cli.checks.frigate import frigate
     from aionn.cli.checks.processes import orphan_drivers, orphans, releases, time_namespaces
     from aionn.cli.checks.service import service
 
     try:
-        return [orphan_drivers(orphans()), releases(), time_namespaces(), service()]
+        return [orphan_drivers(orphans()), releases(), time_namespaces(), service(), frigate()]
     except OSError as error:
         return [warn("processes", f"/proc cannot be read: {error.strerror}", "/proc, to see drivers and apps", "mount /proc")]
 

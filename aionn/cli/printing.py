@@ -62,6 +62,11 @@ def error_console() -> Console:
     return Console(stderr=True, highlight=False)
 
 
+def say(text: str) -> None:
+    """Print on stderr what a command that serves does now."""
+    error_console().print(f"aionn: {escaped(text, one_line=True)}", markup=False, soft_wrap=True)
+
+
 def print_json(value: Any) -> None:
     """Print one JSON value, indented."""
     print(json.dumps(value, indent=2))

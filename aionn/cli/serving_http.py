@@ -17,10 +17,9 @@ from typing import Any
 
 import anyio
 
-from aionn.cli.printing import NotDoneError, UsageError, address_of, error_console, url_of
+from aionn.cli.printing import NotDoneError, UsageError, address_of, say, url_of
 from aionn.driver.beginning import raise_file_limit
 from aionn.errors import AionnError
-from aionn.escapes import escaped
 
 try:
     import uvicorn
@@ -149,7 +148,7 @@ class _App:
     async def _report(self, models: aionn.asgi.Models) -> None:
         """Print where the server is, and when its models serve. End it if they never will."""
         count = f"{len(self._specs)} {'model' if len(self._specs) == 1 else 'models'}"
-        _say(f"listening on {self.where}/v2, compiling {count}")
+        say(f"listening on {self.where}/v2, compiling {count}")
         try:
             await models.wait()
         except Exception as error:
@@ -157,8 +156,4 @@ class _App:
             assert self.server is not None
             self.server.should_exit = True
             return
-        _say(f"ready: {', '.join(f'{self.where}/v2/models/{name}' for name in models.names)}")
-
-
-def _say(text: str) -> None:
-    error_console().print(f"aionn: {escaped(text, one_line=True)}", markup=False, soft_wrap=True)
+        say(f"ready: {', '.join(f'{self.where}/v2/models/{name}' for name in models.names)}")

@@ -76,8 +76,11 @@ def inherited() -> Listening | None:
     return Listening(sock, -1, "")
 
 
-def listen(path: str) -> Listening:
+def listen(path: str, option: str = "--socket", taken: str = "take its place with --replace") -> Listening:
     """Listen at `path`. A socket that a dead service has left is replaced.
+
+    Args:
+        option: of the command line, which gives the path. taken: what to do if another service listens there.
 
     Raises:
         CallerError: another service listens there; or something else lies there, or the folder may be entered by others.
@@ -86,19 +89,19 @@ def listen(path: str) -> Listening:
     folder = os.path.dirname(path)
     try:
         os.makedirs(folder, 0o700, exist_ok=True)
-        _check_folder(folder)
+        _check_folder(folder, option)
         lock = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except OSError as error:
         raise AionnError(
-            f"the service cannot listen at {path}: {error.strerror} ({error.filename}); give another path with --socket"
+            f"the service cannot listen at {path}: {error.strerror} ({error.filename}); give another path with {option}"
         ) from error
     try:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise CallerError(f"a service listens at {path} already; take its place with --replace") from None
+            raise CallerError(f"a service listens at {path} already; {taken}") from None
         if os.path.lexists(path) and not is_socket(path):
-            raise CallerError(f"{path} is not a socket; give another path with --socket")
+            raise CallerError(f"{path} is not a socket; give another path with {option}")
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             if os.path.lexists(path):
@@ -111,7 +114,7 @@ def listen(path: str) -> Listening:
             sock.listen(BACKLOG)
         except OSError as error:
             sock.close()
-            raise AionnError(f"the service cannot listen at {path}: {error.strerror}; give another path with --socket") from error
+            raise AionnError(f"the service cannot listen at {path}: {error.strerror}; give another path with {option}") from error
     except BaseException:
         os.close(lock)
         raise
@@ -126,11 +129,11 @@ def _inode(path: str) -> tuple[int, int] | None:
     return found.st_dev, found.st_ino
 
 
-def _check_folder(folder: str) -> None:
+def _check_folder(folder: str, option: str) -> None:
     found = os.stat(folder)
     if found.st_uid != os.getuid():
         raise CallerError(
             f"the folder {folder} belongs to user {found.st_uid}; the service listens only in a folder of the user that runs it"
         )
     if stat.S_IMODE(found.st_mode) & 0o022:
-        raise CallerError(f"others may write to the folder {folder}; remove that right (chmod go-w), or give another path with --socket")
+        raise CallerError(f"others may write to the folder {folder}; remove that right (chmod go-w), or give another path with {option}")

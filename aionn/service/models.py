@@ -52,9 +52,9 @@ OPTIONS = ("preference", "priority", "threads", "instances")
 _O_PATH = 0o10000000  # such a descriptor proves no right to read, and the service would open the file by its own rights
 
 
-def cache_folder() -> str:
-    """Return where compilations for clients without a loop are kept."""
-    return os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "aionn", "service")
+def cache_folder(user: str = "service") -> str:
+    """Return where compilations for clients without a loop are kept. Another command than `aionn serve` gives its name."""
+    return os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "aionn", user)
 
 
 class _KeptModel(NamedTuple):

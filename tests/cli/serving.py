@@ -1,4 +1,4 @@
-"""A running `aionn serve-http`, reached over TCP."""
+"""A command that serves until a signal, in a process. And a running `aionn serve-http`, reached over TCP."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ import sys
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import TypeVar
 
 import httpx
 import psutil
 
 from tests.leaks import processes_with
 
-__all__ = ["Server", "serve_http"]
+__all__ = ["Server", "Serving", "serve_http", "serving"]
 
 MARK = "AIONN_TEST_MARK"
 
 
-class Server:
-    """Attributes: process, where it is reached (HOST:PORT), a client of it, and what it has printed so far."""
+class Serving:
+    """Attributes: process, where it is reached, and what it has printed so far."""
 
     def __init__(self, process: subprocess.Popen[str], mark: str) -> None:
         self.process = process
         self.printed: list[str] = []
+        self.address = ""
         self._mark = mark
-        self.address = self.until(r"listening on http://(\S+)/v2, compiling \d+ models?$")
-        self.http = httpx.Client(base_url=f"http://{self.address}", timeout=60)
 
     def until(self, pattern: str) -> str:
         """Read what it prints until a line has the pattern. Return the pattern's first group."""
@@ -40,9 +40,6 @@ class Server:
             if found:
                 return found[1] if found.groups() else found[0]
         raise AssertionError(f"it ended with {self.process.wait()}: {self.printed}")
-
-    def until_ready(self) -> None:
-        self.until(r"ready: http://")
 
     def drivers(self) -> list[int]:
         found = []
@@ -61,17 +58,37 @@ class Server:
         return self.process.returncode
 
 
+class Server(Serving):
+    """Attributes: address is HOST:PORT. http: a client of it."""
+
+    def __init__(self, process: subprocess.Popen[str], mark: str) -> None:
+        super().__init__(process, mark)
+        self.address = self.until(r"listening on http://(\S+)/v2, compiling \d+ models?$")
+        self.http = httpx.Client(base_url=f"http://{self.address}", timeout=60)
+
+    def until_ready(self) -> None:
+        self.until(r"ready: http://")
+
+
+S = TypeVar("S", bound=Serving)
+
+
 @contextmanager
-def serve_http(*arguments: str, prefix: tuple[str, ...] = ()) -> Iterator[Server]:
-    """Run the command for the body. `prefix`: a command that becomes the command behind it."""
+def serving(kind: type[S], *arguments: str, prefix: tuple[str, ...] = ()) -> Iterator[S]:
+    """Run a command of aionn for the body. `prefix`: a command that becomes the command behind it."""
     mark = uuid.uuid4().hex
-    command = [*prefix, sys.executable, "-m", "aionn", "serve-http", *arguments, "--listen", "127.0.0.1:0"]
+    command = [*prefix, sys.executable, "-m", "aionn", *arguments]
     environment = {**os.environ, MARK: mark}
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment)
     with process:
         try:
-            server = Server(process, mark)
-            with server.http:
-                yield server
+            yield kind(process, mark)
         finally:
             process.kill()
+
+
+@contextmanager
+def serve_http(*arguments: str, prefix: tuple[str, ...] = ()) -> Iterator[Server]:
+    """Run the command for the body."""
+    with serving(Server, "serve-http", *arguments, "--listen", "127.0.0.1:0", prefix=prefix) as server, server.http:
+        yield server

@@ -7,6 +7,7 @@
     folders          the state directory and caches: owner, mode, space, file system, databases
     processes        drivers without an app, other releases of aionn, other time namespaces
     service          the service of all apps: its socket, its rights, its release
+    frigate          the endpoint of Frigate's detectors
     leavings         what `--fix` removes: leavings of aionn, and nothing else
 
 A check takes the directory of /proc, /sys and the cgroup mounts as `root` where it only reads files, so that tests can lay out another

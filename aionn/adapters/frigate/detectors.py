@@ -1,0 +1,203 @@
+"""`Detectors`: the models that clients of Frigate's protocol use, each with a burst that all of its clients share.
+
+A model that a client sends is a file in a private folder for as long as it serves. The folder goes with this process, also after
+SIGKILL: the next process that makes such a folder removes it. A model is known by its contents, so two clients that send the same
+file share it, and two files of the same name do not take each other's place for clients that use them.
+
+When a driver dies, each of its models is prepared in a new one and run once at that moment, and not when the next request comes.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import OrderedDict
+from collections.abc import Mapping
+from itertools import count
+from typing import Any
+
+import anyio
+import numpy as np
+from numpy.typing import NDArray
+
+import aionn
+from aionn.adapters.frigate.decoding import SIZES
+from aionn.caching.private_folder import make_folder, name_folder, remove_folder
+from aionn.errors import AionnError, CallerError
+from aionn.events import DriverEnded
+from aionn.tasks import run_in_thread
+
+logger = logging.getLogger("aionn.frigate")
+
+MOST_MODELS = 4
+"""So many received models serve at once. Another one takes the place of the one that has been unused for longest."""
+
+LOAD_S = 300.0
+
+
+class Detector:
+    """A model that serves.
+
+    Attributes:
+        name: by which clients ask for it.
+    """
+
+    def __init__(self, name: str, model: aionn.Model, compilation: aionn.Compilation, burst: aionn.Burst) -> None:
+        self.name = name
+        self._picture, *others = model.inputs
+        if set(others) - {SIZES}:
+            raise CallerError(f"the model has the inputs {', '.join(model.inputs)}; a detector has one, and perhaps {SIZES!r}")
+        self._sizes = bool(others)
+        self._compilation, self._burst = compilation, burst
+        operand = model.inputs[self._picture]
+        self._last: tuple[tuple[int, ...], Any] = operand.dimensions or (0,), operand.type.dtype
+        self._opening = False
+
+    async def compute(self, tensor: NDArray[Any], width: int, height: int, timeout_s: float) -> Mapping[str, NDArray[Any]]:
+        """Run the model once. If its driver dies meanwhile, run it once more in the next driver.
+
+        Raises:
+            CallerError: the tensor does not fit the model.
+            AionnError: as `Burst.compute`.
+        """
+        self._last = tensor.shape, tensor.dtype
+        return await self._burst.compute(self._inputs(tensor, width, height), timeout_s=timeout_s, retry=1)
+
+    async def open(self) -> None:
+        """Run the model once on zeros, so that its driver is there and warm. Do nothing if the extents of its input are not known."""
+        shape, dtype = self._last
+        if self._opening or not all(shape):
+            return
+        self._opening = True
+        try:
+            await self._burst.compute(self._inputs(np.zeros(shape, dtype), *shape[:-3:-1]), retry=1)
+        finally:
+            self._opening = False
+
+    async def aclose(self) -> None:
+        """Give the driver's memory back."""
+        await self._compilation.aclose()
+
+    def _inputs(self, tensor: NDArray[Any], width: int, height: int) -> dict[str, NDArray[Any]]:
+        return {self._picture: tensor, SIZES: np.array([[height, width]])} if self._sizes else {self._picture: tensor}
+
+
+class Detectors:
+    """The models in an open runtime.
+
+    Args:
+        options: of `Runtime.compile`, for each model.
+        most_bytes: the largest model that a client may send.
+    """
+
+    def __init__(self, runtime: aionn.Runtime, options: Mapping[str, Any], most_bytes: int) -> None:
+        self._runtime, self._options, self._most_bytes = runtime, options, most_bytes
+        self._received: OrderedDict[bytes, tuple[Detector, str]] = OrderedDict()
+        self._numbers = count(1)
+        self._receiving = anyio.Lock()
+        self._arriving_bytes = 0
+        self._folder, self._held = "", -1
+        self.fixed: Detector | None = None
+
+    def find(self, name: str) -> Detector | None:
+        """Return the model that serves clients which ask for that name, or None."""
+        if self.fixed is not None:
+            return self.fixed
+        return next((detector for detector, _ in reversed(self._received.values()) if detector.name == name), None)
+
+    async def load(self, path: str) -> None:
+        """Serve every client with the model at `path`.
+
+        Raises:
+            AionnError: it cannot be prepared, or does not run.
+        """
+        model = await self._runtime.load(path)
+        self.fixed = await self._prepared(model, os.path.basename(path))
+
+    async def receive(self, name: str, data: memoryview) -> Detector:
+        """Serve a model that a client has sent.
+
+        Raises:
+            CallerError: the name or the size is refused, or the bytes are not a model that a detector can be.
+            AionnError: the model cannot be prepared, or does not run.
+            OSError: the file cannot be written.
+        """
+        if self.fixed is not None:
+            raise CallerError("this server has the model of --model")
+        if not 0 < len(name) <= 255 or not name.isprintable():
+            raise CallerError(f"a model's name has from 1 to 255 printable characters, and this one has {len(name)}")
+        if not 0 < data.nbytes <= self._most_bytes:
+            raise CallerError(f"it has {data.nbytes} bytes; a model has from 1 to {self._most_bytes}, which --max-model sets")
+        if self._arriving_bytes + data.nbytes > 2 * self._most_bytes:
+            raise CallerError("clients send too many models at this moment; it asks again")
+        self._arriving_bytes += data.nbytes
+        try:
+            async with self._receiving:
+                return await self._received_one(name, data)
+        finally:
+            self._arriving_bytes -= data.nbytes
+
+    async def _received_one(self, name: str, data: memoryview) -> Detector:
+        path = await run_in_thread(self._written, data)
+        kept = False
+        try:
+            model = await self._runtime.load(path)
+            key = await model.digest() + name.encode()
+            if key not in self._received:
+                self._received[key] = await self._prepared(model, name), path
+                kept = True
+            self._received.move_to_end(key)
+        finally:
+            if not kept:
+                os.unlink(path)
+        while len(self._received) > MOST_MODELS:
+            _, (old, path) = self._received.popitem(last=False)
+            os.unlink(path)
+            await old.aclose()
+        return self._received[key][0]
+
+    def _written(self, data: memoryview) -> str:
+        """Write a file into the private folder. Returns its path."""
+        if not self._folder:
+            folder = name_folder()
+            if not folder:
+                raise OSError("there is no folder for a temporary file; set TMPDIR")
+            self._held = make_folder(folder)
+            self._folder = folder
+        path = os.path.join(self._folder, f"{next(self._numbers)}.onnx")
+        with open(path, "xb") as file:
+            file.write(data)
+        return path
+
+    async def _prepared(self, model: aionn.Model, name: str) -> Detector:
+        compilation = await self._runtime.compile(model, name=name, timeout_s=LOAD_S, **self._options)
+        try:
+            burst = await compilation.burst(name=name).__aenter__()
+            detector = Detector(name, model, compilation, burst)
+            await detector.open()
+        except BaseException:
+            await compilation.aclose()
+            raise
+        return detector
+
+    async def watch(self) -> None:
+        """Open every model again when a driver has died. Returns when the runtime is closed."""
+        async with anyio.create_task_group() as opening:
+            async for event in self._runtime.events():
+                if isinstance(event, DriverEnded) and event.cause != "closed":
+                    for detector in filter(None, (self.fixed, *(received for received, _ in self._received.values()))):
+                        opening.start_soon(_opened_again, detector)
+
+    def end(self) -> None:
+        """Remove the private folder."""
+        if self._held >= 0:
+            remove_folder(self._folder)
+            os.close(self._held)
+            self._held = -1
+
+
+async def _opened_again(detector: Detector) -> None:
+    try:
+        await detector.open()
+    except AionnError as error:
+        logger.info("model %r is not open again (%s); its next request tries once more", detector.name, error)

@@ -1,0 +1,177 @@
+"""Clients that mean harm: each costs itself its request, a sentence in the log says why, and the others go on."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+
+import numpy as np
+import psutil
+import pytest
+import zmq
+
+from tests.adapters.frigate.detector_client import DetectorClient, folder_of_sockets, serve_frigate
+from tests.adapters.frigate.detector_models import KINDS
+from tests.cli.serving import Serving
+
+FLAT_BYTES = 24_000_000
+"""How much memory may change between two looks. A client that could fill memory would send more by far."""
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Serving]:
+    with folder_of_sockets() as folder, serve_frigate(folder, "--timeout-ms", "30000", "--max-model", "40M") as running:
+        yield running
+        assert running.end() == 0
+
+
+@contextmanager
+def raw(server: Serving) -> Iterator[socket.socket]:
+    """A connection that has shaken hands as a REQ socket does (ZMTP 3.0, mechanism NULL)."""
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.settimeout(30)
+        sock.connect(server.address.removeprefix("ipc://"))
+        sock.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(16) + bytes(32))
+        ready = b"\x05READY\x0bSocket-Type\x00\x00\x00\x03REQ"
+        sock.sendall(bytes([4, len(ready)]) + ready)
+        received = b""
+        while b"READY" not in received:
+            received += sock.recv(4096)
+        yield sock
+
+
+def long_frame(flags: int, announced: int) -> bytes:
+    return bytes([flags | 2]) + announced.to_bytes(8, "big")
+
+
+def memory(server: Serving) -> int:
+    found: int = psutil.Process(server.process.pid).memory_info().rss
+    return found
+
+
+class Good:
+    """A client that asks for what it should, and gets the right answer each time."""
+
+    def __init__(self, server: Serving) -> None:
+        self.kind = next(kind for kind in KINDS if kind.model_type == "ssd")
+        self.client = DetectorClient(server.address, 30_000)
+        assert self.client.sends("good.onnx", self.kind.model())["model_loaded"]
+        self.first = self.client.detect(self.kind.picture(0), "ssd")
+
+    def check(self) -> None:
+        found = self.client.detect(self.kind.picture(0), "ssd")
+        assert found is not None
+        assert self.first is not None
+        assert found[:, 1].any()
+        assert np.array_equal(found, self.first)
+
+
+@pytest.fixture
+def good(server: Serving) -> Iterator[Good]:
+    found = Good(server)
+    with found.client:
+        yield found
+
+
+TENSOR = {"shape": [1, 64, 96, 3], "dtype": "uint8", "model_type": "ssd"}
+BYTES = bytes(64 * 96 * 3)
+
+
+def header(**changes: object) -> bytes:
+    return json.dumps({**TENSOR, **changes}).encode()
+
+
+@pytest.mark.parametrize(
+    ("frames", "sentence"),
+    [
+        ([b"{", BYTES], "a first frame that is not the JSON of a request: Input data was truncated"),
+        ([b"[" * 60_000, BYTES], "Expected `object`, got `array`"),
+        ([b'{"x":' + b"[" * 60_000, BYTES], "not the JSON of a request: maximum recursion depth"),
+        ([b"{" + b" " * 70_000 + b"}"], "it has 70002 bytes, and at most 65536 are read"),
+        ([b"\xff\xfe", BYTES], "not the JSON of a request: JSON is malformed"),
+        ([b'{"shape": "all"}', BYTES], "Expected `array`, got `str`"),
+        ([header(), BYTES, b"more"], "a client sent 4 frames"),
+        ([header()], "and 0 tensors; expected 1 tensor"),
+        ([b"{}"], "dtype='', model_type='' and 0 tensors"),
+        ([header(dtype="complex128"), BYTES], "dtype='complex128'"),
+        ([header(model_type="other"), BYTES], "model_type='other'"),
+        ([header(shape=[1, 64, 96, 4]), BYTES], "18432 bytes for uint8 of shape (1, 64, 96, 4); expected 4 extents"),
+        ([header(shape=[-1, 64, 96, -3]), BYTES], "of shape (-1, 64, 96, -3)"),
+        ([header(shape=[2**62, 2**62, 2**62, 4]), BYTES], "expected 4 extents from 1 on"),
+        ([header(shape=[64 * 96 * 3]), BYTES], "of shape (18432,)"),
+        ([header(shape=[1, 0, 96, 3]), b""], "of shape (1, 0, 96, 3)"),
+        ([header(shape=[1, 96, 64, 3]), BYTES], "a request was not computed: "),
+        ([header(dtype="float32", shape=[1, 16, 96, 3]), BYTES], "a request was not computed: "),
+        ([header(model_type="yolox"), BYTES], "its model_type expects one output (1, n, 5 + classes)"),
+    ],
+)
+def test_nonsense_has_one_sentence_and_no_answer(server: Serving, good: Good, frames: Sequence[bytes], sentence: str) -> None:
+    with DetectorClient(server.address) as client:
+        assert client.asks_for("good.onnx")["model_loaded"]
+        assert client.ask(frames, 200) is None
+        server.until(re.escape(sentence))
+    good.check()
+
+
+def test_a_model_of_zeros(server: Serving, good: Good) -> None:
+    with DetectorClient(server.address) as client:
+        assert client.sends("zeros.onnx", bytes(30_000_000)) == {"model_saved": False, "model_loaded": False}
+        server.until("the model 'zeros.onnx' of a client does not serve: ")
+        before = memory(server)
+        for _ in range(5):
+            assert client.sends("zeros.onnx", bytes(30_000_000)) == {"model_saved": False, "model_loaded": False}
+            good.check()
+        assert memory(server) - before < FLAT_BYTES
+
+
+def test_two_gigabytes_that_are_announced(server: Serving, good: Good) -> None:
+    before = memory(server)
+    for _ in range(5):
+        with raw(server) as sock:
+            sock.sendall(bytes([1, 0]) + long_frame(0, 2 * 10**9))
+            with suppress(ConnectionResetError):
+                while sock.recv(65536):  # the server closes the connection
+                    pass
+        good.check()
+    assert memory(server) - before < FLAT_BYTES
+
+
+def test_half_messages_and_connections_that_stall(server: Serving, good: Good) -> None:
+    before = memory(server)
+    with ExitStack() as stack:
+        for number in range(200):
+            sock = stack.enter_context(raw(server) if number % 2 else socket.socket(socket.AF_UNIX))
+            if not number % 2:
+                sock.connect(server.address.removeprefix("ipc://"))
+            elif number % 4 == 1:
+                sock.sendall(bytes([1, 0]) + long_frame(0, 1_000_000) + bytes(500))
+        for _ in range(20):
+            good.check()
+        assert memory(server) - before < FLAT_BYTES
+    good.check()
+
+
+def test_a_client_that_does_not_wait_for_its_answers(server: Serving, good: Good) -> None:
+    """It sends a thousand pictures and reads nothing. Only one of them at a time is in work."""
+    before = memory(server)
+    context = zmq.Context()
+    try:
+        flood = context.socket(zmq.DEALER)
+        flood.connect(server.address)
+        flood.send_multipart([b"", b'{"model_request": true, "model_name": "good.onnx"}'])
+        for _ in range(1000):
+            flood.send_multipart([b"", header(), BYTES])
+        server.until("a client sent a request before its last one was answered, or too many are in work")
+        good.check()
+        other = context.socket(zmq.DEALER)
+        other.connect(server.address)
+        other.send_multipart([b"no empty frame", header(), BYTES])
+        server.until("expected what a REQ socket sends")
+        good.check()
+    finally:
+        context.destroy(linger=0)
+    good.check()
+    assert memory(server) - before < FLAT_BYTES
