@@ -6,8 +6,10 @@ can see or change what they touch: the armed word and the queue. Stores land at 
     app        W1 commit      W3 swap armed to 0      W4 if it was set: the eventfd, which is an event of epoll while the burst is lent
     task       back: a packet that is not known, once no lane runs a request      lend: enqueue, wake a lane      recall, at any moment
     lane       top: jobs, stop      choose: collect events, dequeue      take      share or idle: arm, look      sleep      finish
+               join: take more requests of the same kind to the one that it has, arm or keep the bursts without one, wait for more
 
-Requests are known ("k"), known and with device memory ("s"), or not known ("u"). An event is edge-triggered, and one lane takes it.
+Requests are known ("k"), known and of another kind ("o"), known and with device memory ("s"), or not known ("u"). One more ("w") is known
+and waits for the first request of burst 0, as a chain's step does. An event is edge-triggered, and one lane takes it.
 
 Checked in each state: `returned` is called once for each lend; the task serves a packet only while no lane runs a request of its burst; a
 request with device memory runs alone; no burst stands in `ready` twice. A hang is a state from which nothing can move though a request,
@@ -40,6 +42,8 @@ class Burst(NamedTuple):
     exclusive: bool = False
     running: tuple[int, ...] = ()  # numbers of requests
     taken: int = 0
+    over: bool = False  # its first request
+    waits: bool = False  # for the first request of burst 0
 
 
 class Lane(NamedTuple):
@@ -54,6 +58,9 @@ class Lane(NamedTuple):
     looked: bool = False
     then: str = ""  # the step after arming
     event: int = -1  # the burst whose event it took from epoll
+    kind: str = ""
+    joined: tuple[tuple[int, int], ...] = ()  # bursts and numbers of the requests that it has taken to the first one
+    misses: int = 0  # bursts that `join` has put back since it took one
 
 
 class State(NamedTuple):
@@ -84,6 +91,7 @@ class Protocol:
     jobs: int = 0
     stops: bool = False
     ahead: int = 2
+    joins: int = 0  # requests that a lane may take to the first one
     together: bool = False  # a run ends only when all requests have been taken, and all jobs have begun
     looks: bool = True  # a lane may look for a while before it arms
     arms_when_empty: bool = True
@@ -99,6 +107,10 @@ class Protocol:
     counts_sleep_first: bool = True  # `sleeping` is counted before the GIL is released
     tells_when_idle: bool = True  # the task that waits for the runs in flight
     unqueues: bool = True  # a burst that is given back leaves `ready`
+    arms_in_join: bool = True  # a burst in which `join` finds no request
+    keeps_in_join: bool = True  # a burst stays in `ready` whose request `join` took, or left
+    enqueues_joined: bool = True  # bursts of a joined run are looked at again
+    notes: bool = True  # a request that is over puts the bursts into `ready` that wait for it
 
 
 def start(p: Protocol) -> State:
@@ -140,6 +152,20 @@ def _collect(s: State, found: Iterator[int]) -> State:
     return s
 
 
+def _note(p: Protocol, s: State, b: int, number: int) -> State:
+    """A request is over."""
+    if number:
+        return s
+    s = _burst(s, b, over=True)
+    for other, burst in enumerate(s.bursts):
+        if burst.waits and not b and p.notes:
+            s = _burst(s, other, waits=False)
+            if burst.lent:
+                s = _enqueue(s, other)
+                s = s._replace(signal=True) if s.sleeping or s.looking else s
+    return s
+
+
 def _tell_returned(s: State, b: int) -> State:
     burst = s.bursts[b]
     if burst.task_at != "lent":
@@ -177,7 +203,8 @@ def _loop_steps(p: Protocol, s: State) -> Iterator[tuple[str, State]]:
             yield f"task {b} waits for the runs", _burst(s, b, task_at="waits")
         elif burst.task_at in ("back", "idle"):
             served = s._replace(wrong="the task served a packet beside a run") if burst.running else s
-            yield f"task {b} serves a packet", _burst(served, b, queue=burst.queue[1:], task_at="lend")
+            served = _burst(served, b, queue=burst.queue[1:], taken=burst.taken + 1, task_at="lend")
+            yield f"task {b} serves a packet", _note(p, served, b, burst.taken)
         elif burst.task_at == "lend" and s.stopped:
             yield f"task {b} goes on without lanes", _burst(s, b, task_at="alone")
         elif burst.task_at == "lend":
@@ -238,12 +265,19 @@ def _choose(p: Protocol, s: State, n: int) -> Iterator[tuple[str, State]]:
         yield "sleeps", _lane(s, n, at="asleep" if p.counts_sleep_first else "dozes", last=-1)._replace(gil=-1)
 
 
+def _is_later(p: Protocol, burst: Burst) -> bool:
+    """Whether a lane that runs a request of this burst must end that run first."""
+    first = burst.running[0] if burst.running else burst.taken
+    return burst.exclusive or burst.taken - first >= p.ahead or (burst.queue[:1] == "s" and bool(burst.running))
+
+
 def _take(p: Protocol, s: State, n: int) -> Iterator[tuple[str, State]]:
     b = s.lanes[n].burst
     burst = s.bursts[b]
-    first = burst.running[0] if burst.running else burst.taken
-    if burst.exclusive or burst.taken - first >= p.ahead or (burst.queue[:1] == "s" and burst.running):
+    if _is_later(p, burst):
         yield "leaves it to the lane that runs it", _lane(s, n, at="top", burst=-1)
+    elif burst.queue[:1] == "w" and not s.bursts[0].over:
+        yield "leaves it until burst 0 goes on", _lane(_burst(s, b, waits=True), n, at="top", burst=-1)
     elif not burst.queue:
         yield "finds nothing", _lane(s, n, at="idle")
     elif burst.queue[0] == "u":
@@ -254,7 +288,15 @@ def _take(p: Protocol, s: State, n: int) -> Iterator[tuple[str, State]]:
             s, b, queue=burst.queue[1:], running=(*burst.running, burst.taken), taken=burst.taken + 1, exclusive=alone, armed=burst.armed
         )
         shares = p.shares and p.lanes > 1 and not alone
-        taken = _lane(taken, n, number=burst.taken, exclusive=alone, at="arm" if shares else "run", then="run" if shares else "")
+        taken = _lane(
+            taken,
+            n,
+            number=burst.taken,
+            exclusive=alone,
+            kind=burst.queue[0].replace("w", "k"),
+            at="arm" if shares else "run",
+            then="run" if shares else "",
+        )
         yield f"takes {burst.queue[0]}", taken if shares else taken._replace(gil=-1)
 
 
@@ -297,43 +339,137 @@ def _armed(s: State, n: int, *, there: bool = False) -> State:
     return _lane(s, n, at="top", then="", burst=-1)
 
 
-def _finish(p: Protocol, s: State, n: int) -> Iterator[tuple[str, State]]:
-    lane, b = s.lanes[n], s.lanes[n].burst
+def _answer(p: Protocol, s: State, b: int, ended: int) -> State:
     burst = s.bursts[b]
-    if lane.exclusive and len(burst.running) > 1:
-        s = s._replace(wrong="a request with device memory did not run alone")
-    left = tuple(number for number in burst.running if number != lane.number)
-    s = _burst(s, b, running=left, exclusive=False, armed=burst.armed and p.lanes == 1)  # this lane looks, so no other one need be woken
+    left = tuple(number for number in burst.running if number != ended)
+    armed = burst.armed and not (p.lanes > 1 and burst.lent)  # this lane looks, so no other one need be woken
+    s = _note(p, _burst(s, b, running=left, exclusive=False, armed=armed), b, ended)
     if not s.bursts[b].running and s.bursts[b].task_at == "waits" and p.tells_when_idle:
         s = _burst(s, b, task_at="idle")
+    return s
+
+
+def _finish(p: Protocol, s: State, n: int) -> Iterator[tuple[str, State]]:
+    lane, b = s.lanes[n], s.lanes[n].burst
+    if lane.exclusive and len(s.bursts[b].running) > 1:
+        s = s._replace(wrong="a request with device memory did not run alone")
+    s = _answer(p, s, b, lane.number)
+    for other, number in lane.joined:
+        s = _answer(p, s, other, number)
+        s = _enqueue(s, other) if s.bursts[other].lent and p.enqueues_joined else s
     last = b if s.bursts[b].lent and p.looks_again else -1
-    yield f"answers {b}", _lane(s, n, at="top", burst=-1, last=last, number=0, exclusive=False, looked=False)
+    yield f"answers {b}", _lane(s, n, at="top", burst=-1, last=last, number=0, exclusive=False, looked=False, kind="", joined=())
 
 
-WITH_GIL = {"top": _top, "choose": _choose, "take": _take, "idle": _idle, "arm": _arm, "armed": _arm, "run": _finish}
+# ---- a lane that joins requests to the one that it has ---------------------------------------------------------------------------
+
+
+def _begin_join(s: State, n: int) -> State:
+    lane = s.lanes[n]
+    s = _enqueue(s, lane.burst) if s.bursts[lane.burst].lent else s
+    return _lane(_collect_all(s), n, at="join", misses=0)
+
+
+def _collect_all(s: State) -> State:
+    if sum(burst.lent for burst in s.bursts) <= 1:
+        return s
+    found = [b for b, burst in enumerate(s.bursts) if burst.lent and burst.event]
+    for b in found:
+        s = _burst(s, b, event=False)
+    return _collect(s._replace(signal=False), iter(found))
+
+
+def _join(p: Protocol, s: State, n: int) -> Iterator[tuple[str, State]]:
+    lane = s.lanes[n]
+    if len(lane.joined) >= p.joins or lane.misses >= len(s.ready):
+        yield "has joined what there is", _lane(s, n, at="joined")
+        return
+    b, rest = s.ready[0], s.ready[1:]
+    burst = s.bursts[b]
+    s = _burst(s, b, queued=False)._replace(ready=rest)
+    kept, missed = _kept_in_join(p, s, b), _lane(s, n, misses=lane.misses + 1)
+    if _is_later(p, burst) or (burst.queue and burst.queue[0] not in f"u{lane.kind}w"):
+        yield f"leaves {b}", _kept_in_join(p, missed, b)
+    elif burst.queue[:1] == "w" and (not s.bursts[0].over or lane.kind != "k"):
+        waiting = missed if s.bursts[0].over else _burst(missed, b, waits=True)
+        yield f"leaves {b} until burst 0 goes on", _kept_in_join(p, waiting, b)
+    elif not burst.queue and (b == lane.burst or not p.arms_in_join):
+        yield f"finds nothing in {b}", s
+    elif not burst.queue:
+        yield f"arms {b}", _lane(_burst(s, b, armed=burst.armed or burst.lent), n, at="join_armed", event=b)
+    elif burst.queue[0] == "u":
+        yield f"gives {b} back", _give_back(p, s, b)
+    else:
+        running, joined = (*burst.running, burst.taken), (*lane.joined, (b, burst.taken))
+        taken = _burst(kept, b, queue=burst.queue[1:], running=running, taken=burst.taken + 1)
+        yield f"joins {burst.queue[0]} of {b}", _lane(taken, n, joined=joined, misses=0)
+
+
+def _kept_in_join(p: Protocol, s: State, b: int) -> State:
+    return _enqueue(s, b) if s.bursts[b].lent and p.keeps_in_join else s
+
+
+def _join_armed(p: Protocol, s: State, n: int) -> Iterator[tuple[str, State]]:
+    lane = s.lanes[n]
+    b = lane.event
+    s = _lane(s, n, at="join", event=-1)
+    if s.bursts[b].lent and s.bursts[b].queue:
+        s = _lane(_burst(s, b, armed=False), n, misses=lane.misses + 1)
+        yield "S3 it has come", _enqueue(s, b) if p.keeps_what_came else s
+    else:
+        yield "S3 nothing", s
+
+
+def _joined(p: Protocol, s: State, n: int) -> Iterator[tuple[str, State]]:
+    lane = s.lanes[n]
+    all_wait = all(burst.running or not burst.lent for burst in s.bursts)
+    yield "joins no more", _lane(s, n, at="joined_run")._replace(gil=-1)
+    if len(lane.joined) < p.joins and not s.jobs and not s.stopped and not all_wait:
+        yield "waits for more", _lane(s, n, at="join_waits")._replace(sleeping=s.sleeping + 1, gil=-1)
+
+
+WITH_GIL = {
+    "top": _top,
+    "choose": _choose,
+    "take": _take,
+    "idle": _idle,
+    "arm": _arm,
+    "armed": _arm,
+    "run": _finish,
+    "join": _join,
+    "join_armed": _join_armed,
+    "joined": _joined,
+    "joined_run": _finish,
+}
 
 
 def _without_gil(s: State, n: int) -> Iterator[tuple[str, State]]:
     """The steps that a lane makes while it does not hold the GIL: waiting for epoll."""
     lane = s.lanes[n]
-    if lane.at == "asleep" or (lane.at == "polls" and lane.event < 0):
-        awake = "awake" if lane.at == "asleep" else "polled"
+    if lane.at in ("asleep", "join_waits") or (lane.at == "polls" and lane.event < 0):
+        awake = {"asleep": "awake", "join_waits": "join_awake", "polls": "polled"}[lane.at]
         if s.signal:
             yield "is signalled", _lane(s, n, at=awake)._replace(signal=False)
         for b, burst in enumerate(s.bursts):
             if burst.event:
                 yield f"gets the event of {b}", _lane(_burst(s, b, event=False), n, at=awake, event=b)
-        if lane.at == "polls":
+        if lane.at in ("polls", "join_waits"):
             yield "looks no longer", _lane(s, n, at=awake)
 
 
 def _lane_steps(p: Protocol, s: State, n: int) -> Iterator[tuple[str, State]]:
     lane = s.lanes[n]
     yield from _without_gil(s, n)
-    if s.gil not in (-1, n) or lane.at in ("asleep", "polls", "ended"):
+    if s.gil not in (-1, n) or lane.at in ("asleep", "polls", "join_waits", "ended"):
         return
     held = s._replace(gil=n)
-    if lane.at == "run" and p.together and (s.announces or s.job_queue or any(burst.to_send or burst.queue for burst in s.bursts)):
+    if lane.at == "run" and p.joins and not s.sleeping and not s.looking and lane.kind != "s":
+        yield "joins", _begin_join(held, n)
+    if (
+        lane.at in ("run", "joined_run")
+        and p.together
+        and (s.announces or s.job_queue or any(burst.to_send or burst.queue for burst in s.bursts))
+    ):
         return
     if lane.at in WITH_GIL:
         yield from WITH_GIL[lane.at](p, held, n)
@@ -345,6 +481,9 @@ def _lane_steps(p: Protocol, s: State, n: int) -> Iterator[tuple[str, State]]:
         if not slept and s.bursts[lane.burst].lent:
             held = _enqueue(held, lane.burst)
         yield "goes on", _lane(held, n, at="top", event=-1, burst=-1)
+    elif lane.at == "join_awake":
+        held = _collect(held._replace(sleeping=s.sleeping - 1), iter([lane.event] * (lane.event >= 0)))
+        yield "looks for more", _lane(_collect_all(_lane(held, n, event=-1)), n, at="join", misses=0)
     elif lane.at == "looks":
         held = _enqueue(held, lane.burst) if s.bursts[lane.burst].lent else held
         yield "has looked", _lane(held._replace(looking=False), n, at="top", burst=-1)

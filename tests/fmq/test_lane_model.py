@@ -28,6 +28,17 @@ SHIPPED = {
     "two requests that wait for each other": Protocol(("kk",), together=True),
     "requests of two bursts that wait for each other": Protocol(("k", "k"), together=True, looks=False),
     "a request that waits for two jobs": Protocol(("k",), together=True, jobs=2),
+    "a lane that joins": Protocol(("kk", "k"), lanes=1, joins=2, looks=False),
+    "a lane that joins, and a request of another kind": Protocol(("k", "ok"), lanes=1, joins=2, looks=False),
+    "a lane that joins, and a request that is not known": Protocol(("k", "u"), lanes=1, joins=1, looks=False),
+    "a lane that joins, and recalls": Protocol(("k", "k"), lanes=1, joins=1, recalls=1, looks=False),
+    "a lane that joins, a job and the stop": Protocol(("k", "k"), lanes=1, joins=1, jobs=1, stops=True, looks=False),
+    "two lanes that join": Protocol(("k", "k"), joins=1, looks=False),
+    "a step that waits": Protocol(("k", "w"), lanes=1),
+    "a step that waits for a request that the task serves": Protocol(("u", "w"), lanes=1, looks=False),
+    "a step that waits, and two lanes": Protocol(("k", "w"), looks=False),
+    "a step that waits, and recalls": Protocol(("k", "w"), lanes=1, recalls=1, looks=False),
+    "steps that wait, and a lane that joins": Protocol(("kk", "wk"), lanes=1, joins=1, looks=False),
 }
 
 
@@ -52,10 +63,14 @@ WITHOUT = {
     "counts_sleep_first": Protocol(("k",), lanes=1, jobs=1),
     "tells_when_idle": Protocol(("ku",), looks=False),
     "unqueues": Protocol(("k",), lanes=1, recalls=1),
+    "arms_in_join": Protocol(("k", "k"), lanes=1, joins=1, looks=False),
+    "keeps_in_join": Protocol(("k", "ok"), lanes=1, joins=1, looks=False),
+    "enqueues_joined": Protocol(("k", "kk"), joins=1, ahead=1, looks=False),
+    "notes": Protocol(("k", "w"), lanes=1, looks=False),
 }
 
 
-@pytest.mark.parametrize("ingredient", WITHOUT)
+@pytest.mark.parametrize("ingredient", [pytest.param(one, marks=pytest.mark.soak) if one == "enqueues_joined" else one for one in WITHOUT])
 def test_without_one_of_its_ingredients_the_protocol_fails(ingredient: str) -> None:
     protocol = WITHOUT[ingredient]
     assert search(protocol)[0] is None
@@ -80,4 +95,12 @@ def test_the_native_code_takes_the_steps_of_the_model_in_their_order() -> None:
     assert in_order(body_of("choose", "_lane.c"), "lanes_collect", "lanes_enqueue(lanes, last)", "lanes_dequeue", "lanes_wake_one")
     assert in_order(body_of("share", "_lane.c"), "arm(listener)", "lanes_enqueue", "lanes_wake_one")
     assert in_order(body_of("lanes_lend", "_lanes.c"), "EPOLL_CTL_ADD", "lanes_enqueue", "lanes_wake_one")
-    assert in_order(body_of("answer_one", "_lane.c"), "running--", "write_held", "lanes_call_once(&listener->idle)")
+    assert in_order(body_of("answer_one", "_lane.c"), "running--", "write_held", "listener_note(", "lanes_call_once(&listener->idle)")
+    assert in_order(body_of("finish", "_lane.c"), "answer_one(lane, &first", "answer_one(lane, &lane->joined[i]", "lanes_enqueue")
+    assert in_order(
+        body_of("lane_join", "_lane.c"), "lanes_enqueue(lanes, lane->run.serves)", "collect_all(", "take_ready(", "all_wait(", "sleeping++"
+    )
+    assert in_order(body_of("lane_join", "_lane.c"), "Py_BEGIN_ALLOW_THREADS", "anticipate_wait(", "sleeping--", "lanes_collect(")
+    assert in_order(body_of("take_ready", "_lane.c"), "lanes_dequeue", "take(", "arm(listener)", "lanes_enqueue")
+    assert in_order(body_of("listener_note", "_listener.c"), "outcomes[", "wake_waiting(")
+    assert in_order(body_of("wake_waiting", "_listener.c"), "waits = false", "lanes_enqueue", "ring_signal")
