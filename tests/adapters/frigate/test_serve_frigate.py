@@ -22,6 +22,7 @@ import pytest
 from numpy.typing import NDArray
 
 from aionn.cli import main
+from aionn.cli.checks.frigate import frigate
 from aionn.testing import FakeDevice, fake_model, identity_model
 from tests.adapters.frigate.detector_client import DetectorClient, folder_of_sockets, serve_frigate
 from tests.adapters.frigate.detector_models import KINDS, Kind
@@ -308,6 +309,25 @@ def test_wrong_usage_is_one_sentence(
     assert sentence.format(folder=folder) in errors.splitlines()[-1]
     assert "Traceback" not in errors
     assert not (folder / "socket").exists()
+
+
+def test_the_doctor_looks_at_the_endpoint(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    endpoint = f"ipc://{folder}/detector"
+    row = frigate(endpoint)
+    assert (row.status, row.found) == ("ok", f"no server listens at {endpoint}")
+    with serve_frigate(folder) as server:
+        row = frigate(endpoint)
+        assert (row.status, row.found) == ("ok", f"a server listens at {endpoint}")
+        server.process.kill()
+        server.process.wait()
+        row = frigate(endpoint)
+        assert (row.status, row.way_out) == ("warn", "start aionn serve-frigate")
+    row = frigate(f"{endpoint}.lock")
+    assert (row.status, row.way_out) == ("warn", "start aionn serve-frigate"), "a plain file"
+    row = frigate(f"{endpoint}/below")
+    assert (row.status, row.found) == ("fail", f"{folder}/detector/below: Not a directory")
+    monkeypatch.setattr("aionn.cli.checks.frigate.find_spec", lambda name: None)
+    assert "pip install 'aionn[frigate]'" in frigate(endpoint).found
 
 
 def test_without_pyzmq_it_names_the_extra() -> None:
