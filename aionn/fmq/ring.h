@@ -22,7 +22,7 @@
 #define AIONN_FMQ_RING_H
 
 #ifndef _GNU_SOURCE
-#error "preadv2 and sched_getcpu: compile with _GNU_SOURCE defined before any include"
+#error "sched_getcpu and RWF_NOWAIT: compile with _GNU_SOURCE defined before any include"
 #endif
 
 #include <errno.h>
@@ -161,8 +161,8 @@ static inline void ring_clear(int fd)
     uint64_t count;
     struct iovec into = {&count, sizeof count};
     /* RWF_NOWAIT, because the peer shares O_NONBLOCK and could clear it between this side's epoll and read.
-     * EAGAIN means that a peer or an earlier look has drained the counter. */
-    if (fd >= 0 && preadv2(fd, &into, 1, -1, RWF_NOWAIT) < 0 && errno == EOPNOTSUPP)
+     * EAGAIN means that a peer or an earlier look has drained the counter. By its number, for musl has the function since 1.2.5 only. */
+    if (fd >= 0 && syscall(SYS_preadv2, fd, &into, 1, -1L, -1L, RWF_NOWAIT) < 0 && errno == EOPNOTSUPP)
         (void)!read(fd, &count, sizeof count);
 }
 

@@ -501,9 +501,11 @@ static inline long weak_futex(const volatile void *word, int operation, uint32_t
 #define memcpy(to, from, bytes) weak_copy(to, from, bytes)
 #define poll(fds, count, timeout) weak_poll(fds)
 #define write(fd, from, bytes) ((void)(from), weak_signal(fd))
-#define preadv2(fd, into, count, at, flags) ((void)(into), weak_clear(fd))
-#define syscall(number, word, operation, value, deadline, other, mask) \
-    ((void)(deadline), weak_futex(word, operation, (uint32_t)(value), mask))
+/* SYS_preadv2, of an eventfd, or SYS_futex. */
+#define syscall(number, word, operation, value, deadline, other, mask)                                                  \
+    ((void)(deadline), (number) == SYS_preadv2 ? weak_clear((int)(intptr_t)(word))                                      \
+                                               : weak_futex((void *)(intptr_t)(word), (int)(intptr_t)(operation),       \
+                                                            (uint32_t)(value), mask))
 #define sched_getcpu() (-1)
 
 #endif
