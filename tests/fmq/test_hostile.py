@@ -476,6 +476,16 @@ def test_a_libfmq_descriptor_without_our_words_can_be_attached() -> None:
     queue.close()
 
 
+@pytest.mark.parametrize("interop", [True, False])
+def test_commits_set_the_flag_word_for_a_libfmq_peer_from_the_first_one_on(interop: bool) -> None:
+    queue = MessageQueue.create(np.uint8, 8, futex_interop=interop)
+    assert queue.write(b"a")
+    assert queue.peek_flag() == (layout.NOT_EMPTY if interop else 0)
+    assert queue.read(1) == b"a"
+    assert queue.peek_flag() == (layout.NOT_EMPTY | layout.NOT_FULL if interop else 0)
+    queue.close()
+
+
 def test_a_libfmq_descriptor_without_flag_word_can_be_polled_only() -> None:
     queue = MessageQueue.create(np.uint16, 64)
     descriptor = duplicated(queue.descriptor())
