@@ -35,9 +35,9 @@ MOST: dict[str, tuple[int, int, int]] = {
 # 124 the engine for .tflite files, 8 what anyio needs in a callback where sniffio is installed
 # 348 the quotas, idle executables, quarantine and sealed memory in a driver that apps share
 # 94 the bounds of one process in a shared driver, and descriptors of the files beside a model for a service that opens no path
-# 552 the server for the detectors of Frigate
-MOST_CODE_LINES = 44_106
-MOST_FILES = 312
+# 552 the server for the detectors of Frigate, 499 the server for satellites of Home Assistant
+MOST_CODE_LINES = 44_605
+MOST_FILES = 322
 MOST_LINES_OF_C = 5_764
 MOST_NAMES_DEFINED_TWICE = 0
 MOST_VERBS_FOR_AN_END = 6

@@ -3,8 +3,7 @@
     commands     the command line itself: arguments, and nothing else
     compiling    `aionn compile`: with progress, then what was stored
     running      `aionn run`
-    serving_http `aionn serve-http`
-    serving_frigate  `aionn serve-frigate`
+    serving      `aionn serve-http`, `aionn serve-frigate`, `aionn serve-wyoming`
     service      `aionn serve` and `aionn ps`
     tracing      `aionn trace`
     caches       `aionn cache ls | verify | prune`

@@ -199,7 +199,7 @@ def serve_http(
             ~/.local/state/aionn.
         max_body: The largest request, as 500000000, 500M or 2G (powers of 1000).
     """
-    from aionn.cli.serving_http import ServeOptions, serve
+    from aionn.cli.serving.http import ServeOptions, serve
 
     options = ServeOptions(listen, device, threads, cache_dir, state_dir, bytes_of(max_body, "--max-body"))
     serve(model, options)
@@ -234,10 +234,36 @@ def serve_frigate(
         state_dir: Folder of the records that vouch for the cache; it must last as long. Default: $XDG_STATE_HOME/aionn, else
             ~/.local/state/aionn.
     """
-    from aionn.cli.serving_frigate import ServeFrigateOptions, serve
+    from aionn.cli.serving.frigate import ServeFrigateOptions, serve
 
     largest = bytes_of(max_model, "--max-model")
     serve(ServeFrigateOptions(endpoint, model, device, threads, service, timeout_ms, largest, cache_dir, state_dir))
+
+
+@app.command(name="serve-wyoming")
+def serve_wyoming(
+    *,
+    uri: str = "tcp://127.0.0.1:10400",
+    model: Annotated[list[str] | None, Parameter(name="--model", negative="")] = None,
+    features: str | None = None,
+    threshold: float = 0.5,
+    service: str | None = None,
+) -> None:
+    """Serve wake words and voice activity to Home Assistant and its satellites (Wyoming), until Ctrl-C or SIGTERM.
+
+    Anyone who can connect can use the models.
+
+    Args:
+        uri: Address to listen on: tcp://HOST:PORT or unix:///PATH. tcp://0.0.0.0:10400 is every network of this machine.
+        model: Path of a wake word of openWakeWord (.tflite or .onnx), of a folder of them, or of Silero VAD (.onnx); give it again for
+            more. A word has the name of its file. Default: the five words of the package pyopen-wakeword, if it is installed.
+        features: Folder of melspectrogram and embedding_model, which make the features of all words. Default: that of the first word.
+        threshold: A score above it is a detection.
+        service: Use the drivers of `aionn serve`: auto, off or the path of its socket. Default: $AIONN_SERVICE, else off.
+    """
+    from aionn.cli.serving.wyoming import ServeWyomingOptions, serve
+
+    serve(ServeWyomingOptions(uri, model or (), features, threshold, service))
 
 
 @app.command(name="trace")

@@ -35,7 +35,7 @@ class NotDoneError(Exception):
     """The command ran, and its check or its work failed. Exit code 1."""
 
 
-def address_of(listen: str) -> tuple[str, int]:
+def address_of(listen: str, option: str = "--listen") -> tuple[str, int]:
     """Return host and port of HOST:PORT, with an IPv6 address in brackets.
 
     Raises:
@@ -43,12 +43,12 @@ def address_of(listen: str) -> tuple[str, int]:
     """
     parts = re.fullmatch(r"(?:\[(?P<six>[^\]]+)\]|(?P<host>[^:\[\]]+)):(?P<port>\d{1,5})", listen)
     if parts is None or int(parts["port"]) > 65535:
-        raise UsageError(f"--listen {listen!r} is not HOST:PORT; give an address such as 127.0.0.1:9787 or [::1]:9787")
+        raise UsageError(f"{option} {listen!r} is not HOST:PORT; give an address such as 127.0.0.1:9787 or [::1]:9787")
     host = parts["six"] or parts["host"]
     try:
         socket.getaddrinfo(host, int(parts["port"]), type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
-        raise UsageError(f"--listen {listen!r}: the host {host!r} is not known; give an address of this machine") from error
+        raise UsageError(f"{option} {listen!r}: the host {host!r} is not known; give an address of this machine") from error
     return host, int(parts["port"])
 
 

@@ -37,7 +37,7 @@ from starlette.routing import Route
 
 import aionn
 import aionn.asgi
-from aionn.cli.serving_http import server_config
+from aionn.cli.serving.http import server_config
 from tests.real_models import carried
 
 INPUTS = {"input": (1, 576), "state": (2, 1, 128)}

@@ -16,7 +16,7 @@ import pytest
 from starlette.applications import Starlette
 
 from aionn.cli import main
-from aionn.cli.serving_http import server_config
+from aionn.cli.serving.http import server_config
 from aionn.testing import FakeDevice, identity_model
 from tests.cli.doctor_runs import with_limit
 from tests.cli.serving import serve_http

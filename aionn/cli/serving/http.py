@@ -6,9 +6,7 @@ command, because its server would stay unready. An error that may pass is logged
 
 from __future__ import annotations
 
-import os
 import signal
-import socket
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -17,7 +15,8 @@ from typing import Any
 
 import anyio
 
-from aionn.cli.printing import NotDoneError, UsageError, address_of, say, url_of
+from aionn.cli.printing import NotDoneError, UsageError, say, url_of
+from aionn.cli.serving.listening import tcp_socket
 from aionn.driver.beginning import raise_file_limit
 from aionn.errors import AionnError
 
@@ -57,7 +56,7 @@ def serve(models: Sequence[str], options: ServeOptions) -> None:
     """
     app = _App(_specs(models, options), options)
     raise_file_limit()  # each connection takes a descriptor, and the usual soft limit is 1024
-    with _listening(options) as listening:
+    with tcp_socket(options.listen, "--listen HOST:PORT") as listening:
         host, port = listening.getsockname()[:2]
         app.where = url_of(host, port)
         app.server = uvicorn.Server(server_config(app.made()))
@@ -105,16 +104,6 @@ def _specs(models: Sequence[str], options: ServeOptions) -> Mapping[str, aionn.a
             raise UsageError(f"there is no file {path!r}; give the path of an ONNX file, or NAME=PATH")
         specs[name] = path, compile_options
     return specs
-
-
-def _listening(options: ServeOptions) -> socket.socket:
-    host, port = address_of(options.listen)
-    try:
-        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=2048)
-    except OSError as error:
-        # The text of some errors has the address, too.
-        reason = os.strerror(error.errno) if error.errno else str(error)
-        raise NotDoneError(f"cannot listen on {options.listen}: {reason}; give another address with --listen HOST:PORT") from error
 
 
 class _App:

@@ -1,0 +1,7 @@
+"""Commands that serve other programs until a signal.
+
+http       `aionn serve-http`
+frigate    `aionn serve-frigate`
+wyoming    `aionn serve-wyoming`
+listening  the TCP socket of such a command
+"""

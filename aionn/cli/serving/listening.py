@@ -1,0 +1,29 @@
+"""The TCP socket on which a command listens."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+from aionn.cli.printing import NotDoneError, address_of
+
+BACKLOG = 2048
+
+
+def tcp_socket(listen: str, option: str) -> socket.socket:
+    """Return a socket that listens on HOST:PORT.
+
+    Args:
+        option: the option by which another address can be given.
+
+    Raises:
+        UsageError: it is not an address.
+        NotDoneError: the address cannot be listened on.
+    """
+    host, port = address_of(listen, option.partition(" ")[0])
+    try:
+        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=BACKLOG)
+    except OSError as error:
+        # The text of some errors has the address, too.
+        reason = os.strerror(error.errno) if error.errno else str(error)
+        raise NotDoneError(f"cannot listen on {listen}: {reason}; give another address with {option}") from error

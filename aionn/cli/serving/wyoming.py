@@ -1,0 +1,85 @@
+"""`aionn serve-wyoming`: wake words and voice activity for Home Assistant and its satellites."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+import anyio
+import uvloop
+
+import aionn
+from aionn.cli.printing import NotDoneError, UsageError, say, show_warnings
+from aionn.cli.serving.listening import tcp_socket
+from aionn.driver.beginning import raise_file_limit
+from aionn.errors import AionnError, CallerError
+from aionn.service.listening import listen
+
+try:
+    from aionn.adapters.wyoming.opening import open_models
+    from aionn.adapters.wyoming.server import serve as serve_satellites
+except ImportError as error:
+    raise UsageError("aionn serve-wyoming needs the package wyoming; install it with: pip install 'aionn[wyoming,litert]'") from error
+
+
+@dataclass(frozen=True, slots=True)
+class ServeWyomingOptions:
+    """How `aionn serve-wyoming` serves. The command line describes each option."""
+
+    uri: str
+    models: Sequence[str]
+    features: str | None
+    threshold: float
+    service: str | None
+
+
+def serve(options: ServeWyomingOptions) -> None:
+    """Serve satellites until SIGINT or SIGTERM.
+
+    Raises:
+        UsageError: an option is wrong.
+        NotDoneError: the address cannot be listened on, or a model cannot be opened.
+    """
+    if not 0 < options.threshold < 1:
+        raise UsageError(f"--threshold {options.threshold:g}: give a score between 0 and 1")
+    show_warnings(logging.INFO)
+    raise_file_limit()  # each satellite takes a descriptor
+    sock, where, end = _listening(options.uri)
+    try:
+        uvloop.run(_serve(options, sock, where))
+    except CallerError:
+        raise
+    except AionnError as error:
+        raise NotDoneError(str(error)) from error
+    finally:
+        end()
+
+
+def _listening(uri: str) -> tuple[socket.socket, str, Callable[[], None]]:
+    """Return the socket, its address for people, and what ends it."""
+    parts = urlsplit(uri)
+    if parts.scheme == "tcp" and not parts.path.strip("/"):
+        sock = tcp_socket(parts.netloc, "--uri")
+        host, port = sock.getsockname()[:2]
+        return sock, f"tcp://{f'[{host}]' if ':' in host else host}:{port}", sock.close
+    if parts.scheme == "unix" and not parts.netloc and parts.path:
+        listening = listen(os.path.abspath(parts.path), "--uri", "give another path with --uri")
+        return listening.sock, f"unix://{listening.path}", listening.end
+    raise UsageError(f"--uri {uri!r} is not an address; give one as tcp://0.0.0.0:10400 or unix:///run/user/1000/wake.sock")
+
+
+async def _serve(options: ServeWyomingOptions, sock: socket.socket, where: str) -> None:
+    with anyio.CancelScope() as scope:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, scope.cancel)
+        async with aionn.Runtime(start=(), name="serve-wyoming", service=options.service) as runtime, AsyncExitStack() as stack:
+            heard = await open_models(runtime, stack, options.models, options.features, options.threshold)
+            hears = [*heard.words, *(["voice activity"] if heard.voice is not None else [])]
+            say(f"listening on {where} for {', '.join(hears)}")
+            await serve_satellites(heard, sock)
