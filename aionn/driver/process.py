@@ -86,7 +86,7 @@ async def serve(begun: Begun) -> None:
         return
     if not faulthandler.is_enabled():
         faulthandler.enable(2, all_threads=False)
-    faulthandler.register(STACKS_SIGNAL, file=page.fd, all_threads=True)
+    faulthandler.register(STACKS_SIGNAL, file=page.asked_fd, all_threads=True)
     _beat(page)
     gc.freeze()  # what exists now stays, so no collection needs to look at it again
     gc.enable()
@@ -113,7 +113,7 @@ async def _serve_one(made: Any, begun: Begun, page: DriverPage) -> None:
 
 
 async def _serve_until_gone(device: IDevice, begun: Begun, tasks: Tasks, page: DriverPage) -> None:
-    service = DeviceService(device, begun.sock, tasks, page.fd, begun.confinement)
+    service = DeviceService(device, begun.sock, tasks, (page.fd, page.asked_fd), begun.confinement)
     await service.start()
     lines = LogLines(service.log)
     logging.getLogger("aionn").addHandler(lines)

@@ -290,8 +290,8 @@ class DeviceService:
         device: the device that the client uses.
         sock: the service takes over the socket.
         tasks: where calls and burst listeners run.
-        page_fd: the descriptor of this process's statistics page, which goes to the client with the greeting. The caller keeps
-            owning the descriptor.
+        page_fds: the descriptors of this process's statistics page, and of what its owner writes to. They go to the client with the
+            greeting. The caller keeps owning them.
         brought_by: the service of the client that has brought this one, if one has.
         guest: the number of another app, which the client belongs to, or 0.
 
@@ -306,7 +306,7 @@ class DeviceService:
         device: IDevice,
         sock: socket.socket,
         tasks: Tasks,
-        page_fd: int | None = None,
+        page_fds: tuple[int, ...] = (),
         confinement: Confinement = Confinement(),  # noqa: B008 -- frozen
         brought_by: DeviceService | None = None,
         guest: int = 0,
@@ -315,7 +315,7 @@ class DeviceService:
         self._brought_by = brought_by
         self.brought: Brought = Brought(None if brought_by is None else brought_by.brought)
         self.guest = guest
-        self._page = () if page_fd is None else (Fd(page_fd),)
+        self._page = tuple(map(Fd, page_fds))
         self._device = device
         self._tasks = tasks
         self.made: ClientTables = ClientTables(None if brought_by is None else brought_by.made, guest)
@@ -349,7 +349,7 @@ class DeviceService:
             sock.close()
             raise ControlError("the app sent a client with a socket of another kind; a client comes with a Unix stream socket")
         guest = 0 if self.made.app else message.guest  # an app cannot speak for another one
-        service = DeviceService(self._device, sock, self._tasks, None, self._confinement, self, guest)
+        service = DeviceService(self._device, sock, self._tasks, (), self._confinement, self, guest)
         if held is not None:
             service.made.prepared[ATTACHED] = held.hold()
         self.brought.add(service)

@@ -19,7 +19,9 @@ vanishes with its last descriptor. An app has one page for all its runtimes. A d
     activity    driver: heartbeat of the loop; how many loads and compiles have begun and ended, and since when
     slots       driver: one per prepared model: executions begun and finished, since when, when the last one ended, a histogram
                 app: one per runtime, device, compilation and burst: names, counters, histograms of call and service time
-    stacks      driver: room for the stacks of all threads, as `faulthandler` writes them when it is asked by a signal
+
+Only the driver itself can write to its page, because apps share drivers. What others write lies in a second memfd with the same header:
+until when a driver writes trace records, and the stacks of all threads, as `faulthandler` writes them when it is asked by a signal.
 
 Each number has one writer at a time and is stored whole. A reader may see one number of this moment beside another of the next, so a
 reader that draws conclusions looks twice. A later version of the layout may add numbers in the unused room behind those of today.

@@ -33,7 +33,7 @@ from aionn.pages import layout
 
 SLOT_BYTES = 3072
 SLOT_WORDS = SLOT_BYTES // 8
-SLOTS = (layout.STACK_OFFSET - layout.SLOT_OFFSET) // SLOT_BYTES
+SLOTS = (layout.PAGE_BYTES - layout.SLOT_OFFSET) // SLOT_BYTES
 
 # Words of a slot.
 KIND, NUMBER, PARENT, SINCE, BEAT, PID, FIRST_GAUGE, SECOND_GAUGE = range(8)

@@ -21,7 +21,7 @@ from aionn.pages.layout import Activity, LayoutError
 from aionn.pages.page import map_path, start_time_of, time_namespace_of
 from aionn.pages.process_use import of_each_process, own_pid_of, status_of
 
-_PAGE, _RING = "/memfd:aionn-stats", "/memfd:aionn-trace"
+_PAGE, _ASKED, _RING = "/memfd:aionn-stats", "/memfd:aionn-asked", "/memfd:aionn-trace"
 _HEADER_BYTES = layout.RELEASE_WORD * 8 + layout.RELEASE_BYTES
 
 
@@ -280,7 +280,11 @@ class Asking:
         Raises:
             LayoutError, OSError: as `FoundPage`.
         """
-        self._mapping = map_path(page.path, layout.PAGE_BYTES, write=True)
+        if page.role == "app":
+            self._mapping = map_path(page.path, layout.PAGE_BYTES, write=True)
+        else:
+            asked = _links(page.pid, _ASKED) or [page.path]
+            self._mapping = map_path(asked[0], layout.ASKED_BYTES, write=True)
         self._words = memoryview(self._mapping).cast("Q")
         self._asked_ns = self._before_ns = 0
 

@@ -15,14 +15,16 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 MAGIC = int.from_bytes(b"aionnpg\0", "little")
-VERSION = 2
+VERSION = 3
 ROLE_APP, ROLE_DRIVER = 1, 2
 ROLES = {ROLE_APP: "app", ROLE_DRIVER: "driver"}
 
 PAGE_BYTES = 2 * 1024 * 1024
 STACK_BYTES = 16 * 1024
-STACK_OFFSET = PAGE_BYTES - STACK_BYTES
-"""The stacks are last, because a write behind them would enlarge the file, which its seals forbid."""
+STACK_OFFSET = 4096
+ASKED_BYTES = STACK_OFFSET + STACK_BYTES
+"""A driver's second memory has the header of a page, of which `TRACE_UNTIL` counts, and the stacks. The stacks are last, because a write
+behind them would enlarge the file, which its seals forbid."""
 
 # Words of the header.
 HEADER_MAGIC, HEADER_VERSION, HEADER_ROLE, HEADER_PID, HEADER_START, HEADER_BYTES, HEADER_SLOTS, HEADER_SLOT_BYTES = range(8)
@@ -45,7 +47,7 @@ PREPARING_KEY = 40
 SLOT_OFFSET = 4096
 SLOT_BYTES = 1024
 SLOT_WORDS = SLOT_BYTES // 8
-SLOTS = (STACK_OFFSET - SLOT_OFFSET) // SLOT_BYTES
+SLOTS = (PAGE_BYTES - SLOT_OFFSET) // SLOT_BYTES
 MODEL, BEGUN, FINISHED, SINCE, ENDED, HISTOGRAM = 0, 1, 2, 3, 4, 16
 KEY = 10
 """The key of the slot's model, or 0: the first 8 bytes of the digest of its identity, in a driver that apps share."""

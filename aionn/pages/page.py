@@ -3,7 +3,9 @@
 Invariants
     A page has its full size, and seals against any other size, before its descriptor leaves its process. So SIGBUS can never end a
     reader. Memory is reserved before it is written to, so SIGBUS can never end a writer either.
-    The descriptor's file offset is that of the next byte of stacks; nothing else uses it.
+    A driver alone writes to its page, through the mapping from before the page was sealed. So no app can put words into the page of a
+    driver that apps share, by whichever way it opens the memory. What others write is in a second memory, which counts for less: until
+    when the driver writes trace records, and stacks. Its descriptor's file offset is that of the next byte of stacks.
     The driver's event loop writes the heartbeat and hands out slots; `_busy` guards the counts of loads and compiles.
 """
 
@@ -44,6 +46,7 @@ def until_beat_s() -> float:
 _SYSTEM_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 _SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+_F_SEAL_FUTURE_WRITE = 0x10  # Linux 5.1; the fcntl module may lack it
 
 
 def start_time_of(pid: int) -> int:
@@ -79,19 +82,27 @@ def time_namespace_of(pid: int | Literal["self"]) -> int:
         return 0
 
 
-def make_page(words: Sequence[int]) -> tuple[int, Mapping]:
+def make_page(
+    words: Sequence[int], name: str = "aionn-stats", size_bytes: int = layout.PAGE_BYTES, *, others_write: bool = True
+) -> tuple[int, Mapping]:
     """Make this process's page with these words of a header. Returns its descriptor and its mapping.
+
+    Args:
+        words: from the first one on.
+        name: what other processes find it by.
+        size_bytes: of all of it.
+        others_write: whether other processes may write to it.
 
     Raises:
         OSError: the system has no memory or no descriptor for the page.
     """
-    fd = os.memfd_create("aionn-stats", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
-        os.ftruncate(fd, layout.PAGE_BYTES)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SIZE_SEALS | fcntl.F_SEAL_SEAL)
+        os.ftruncate(fd, size_bytes)
         os.posix_fallocate(fd, 0, layout.SLOT_OFFSET)
         os.lseek(fd, layout.STACK_OFFSET, os.SEEK_SET)
-        mapping = Mapping(fd, layout.PAGE_BYTES, True)
+        mapping = Mapping(fd, size_bytes, True)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SIZE_SEALS | fcntl.F_SEAL_SEAL | (0 if others_write else _F_SEAL_FUTURE_WRITE))
     except BaseException:
         os.close(fd)
         raise
@@ -141,6 +152,7 @@ class DriverPage:
 
     Attributes:
         fd: its descriptor, which the app gets.
+        asked_fd: of the memory in which others ask for trace records, and in which `faulthandler` writes stacks. The owner gets it.
     """
 
     def __init__(self) -> None:
@@ -149,9 +161,16 @@ class DriverPage:
         Raises:
             OSError: the system has no memory or no descriptor for the page.
         """
-        self.fd, self._mapping = make_page(layout.header(layout.ROLE_DRIVER, os.getpid(), own_start_time()))
+        header = layout.header(layout.ROLE_DRIVER, os.getpid(), own_start_time())
+        self.fd, self._mapping = make_page(header, others_write=False)
+        try:
+            self.asked_fd, self._asked = make_page(header, "aionn-asked", layout.ASKED_BYTES)
+        except BaseException:
+            os.close(self.fd)
+            raise
         self._words = memoryview(self._mapping).cast("Q")
-        self._events = Trace(self._mapping)
+        self._asked_words = memoryview(self._asked).cast("Q")
+        self._events = Trace(self._asked)
         self._busy = threading.Lock()
         self._free = list(range(layout.SLOTS - 1, -1, -1))
         self._taken: dict[Slot, tuple[int, Trace]] = {}
@@ -161,7 +180,7 @@ class DriverPage:
 
     def write_event(self, event: Span | Counter) -> None:
         """Write a span or a counter as trace records, if the page is being traced. Any thread may call this."""
-        if time.monotonic_ns() < self._words[layout.TRACE_UNTIL]:
+        if time.monotonic_ns() < self._asked_words[layout.TRACE_UNTIL]:
             from aionn.pages.trace_records import notes_of  # a driver has imported it; who only reads a page needs no records
 
             for note in notes_of(event):
@@ -217,7 +236,7 @@ class DriverPage:
         self._words[first + layout.MODEL], self._words[first + layout.KEY] = model, key
         self._words[layout.SLOTS_USED] = max(self._words[layout.SLOTS_USED], number + 1)
         # A ring outlives its model, or a reader might find it too late.
-        trace = self._traces.pop() if self._traces else Trace(self._mapping)
+        trace = self._traces.pop() if self._traces else Trace(self._asked)
         slot = Slot(self._mapping, offset, trace)
         self._taken[slot] = number, trace
         return slot
@@ -257,24 +276,28 @@ class PageReader:
         started_ns: when its app started the process, or 0 if that is not known.
     """
 
-    def __init__(self, fd: int, started_ns: int = 0) -> None:
-        """Map the page. Takes over `fd`, also when this fails.
+    def __init__(self, fd: int, started_ns: int = 0, asked_fd: int = -1) -> None:
+        """Map the page. Takes over the descriptors, also when this fails.
 
         Args:
+            fd: of the page.
             started_ns: when the app started the process. A time on the page that is earlier, or in the future, is wrong.
+            asked_fd: of the driver's second memory, which only the owner of the driver has.
 
         Raises:
             LayoutError: the descriptor is not a statistics page.
             OSError: the page cannot be mapped.
         """
-        self._fd = fd
+        self._fd, self._asked_fd = fd, asked_fd
         self.started_ns = started_ns
         self._joining: frozenset[int] = frozenset()
         self._running: frozenset[int] = frozenset()
         try:
+            if asked_fd >= 0:
+                map_sealed(asked_fd, layout.ASKED_BYTES).close()
             self._mapping = map_sealed(fd, layout.PAGE_BYTES)
         except BaseException:
-            os.close(fd)
+            self._close_descriptors()
             raise
         self._words = memoryview(self._mapping).cast("Q")
         try:
@@ -306,33 +329,37 @@ class PageReader:
         return layout.quantile_s(self._words[first : first + layout.BUCKETS].tolist(), quantile, least)
 
     def for_reading(self) -> int:
-        """Return a new descriptor of the page, by which it cannot be written to."""
+        """Return a new descriptor of the page. Its seals keep everyone but the driver from writing to it."""
         return os.open(f"/proc/self/fd/{self._fd}", os.O_RDONLY | os.O_CLOEXEC)
 
     def trace_until(self, until_ns: int) -> None:
         """Ask the driver for trace records until that moment of CLOCK_MONOTONIC."""
-        os.pwrite(self._fd, struct.pack("=Q", until_ns), layout.TRACE_UNTIL * 8)
+        os.pwrite(self._asked_fd, struct.pack("=Q", until_ns), layout.TRACE_UNTIL * 8)
 
     def clear_stacks(self) -> None:
         """Make room for new stacks."""
-        os.lseek(self._fd, layout.STACK_OFFSET, os.SEEK_SET)
-        os.pwrite(self._fd, bytes(layout.STACK_BYTES), layout.STACK_OFFSET)
+        os.lseek(self._asked_fd, layout.STACK_OFFSET, os.SEEK_SET)
+        os.pwrite(self._asked_fd, bytes(layout.STACK_BYTES), layout.STACK_OFFSET)
 
     def stack_bytes(self) -> int:
         """Return how many bytes of stacks have been written so far."""
-        return os.lseek(self._fd, 0, os.SEEK_CUR) - layout.STACK_OFFSET
+        return os.lseek(self._asked_fd, 0, os.SEEK_CUR) - layout.STACK_OFFSET
 
     def stacks(self) -> str:
         """Return the stacks written so far, as text."""
         written = max(0, min(self.stack_bytes(), layout.STACK_BYTES))
-        return escaped(os.pread(self._fd, written, layout.STACK_OFFSET).decode(errors="replace"))
+        return escaped(os.pread(self._asked_fd, written, layout.STACK_OFFSET).decode(errors="replace"))
 
     def close(self) -> None:
         """Unmap the page and close its descriptor. Idempotent."""
         if self._fd >= 0:
             self._joining, self._running = self.joining_models(), self.running_keys()
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
             self._words.release()
             self._mapping.close()
-            os.close(fd)
+            self._close_descriptors()
+
+    def _close_descriptors(self) -> None:
+        for fd in (self._fd, self._asked_fd):
+            if fd >= 0:
+                os.close(fd)
+        self._fd = self._asked_fd = -1

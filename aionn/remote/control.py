@@ -47,7 +47,7 @@ PROTOCOL = 14
 """Grows with every change of a message. Two ends with different numbers refuse each other at once."""
 
 STACKS_SIGNAL = int(signal.SIGRTMIN) + 7
-"""A driver that has greeted answers this signal by writing the stacks of all its threads into its statistics page."""
+"""A driver that has greeted answers this signal by writing the stacks of all its threads beside its statistics page."""
 
 HEADER = Struct("<IHH")
 MAX_BODY_BYTES = 256 * 2**20
@@ -83,7 +83,8 @@ class Failure(ControlMessage, frozen=True):
 
 
 class Ready(ControlMessage, frozen=True):
-    """The first frame of a driver, with the facts of its device. `page` has the descriptor of its statistics page."""
+    """The first frame of a driver, with the facts of its device. `page` has the descriptors of its
+    statistics page, and of the memory by which its owner asks it for trace records and stacks."""
 
     protocol: int
     name: str

@@ -28,7 +28,7 @@ from aionn.memory.region import Region
 from aionn.pages.page import DriverPage, PageReader
 from aionn.remote.calls import Evict, Fd, HasRequest, ListShared, Quarantine
 from aionn.remote.connection import Connection, Descriptors
-from aionn.remote.control import Attach, Ready, Refused, error_of
+from aionn.remote.control import PROTOCOL, Attach, Ready, Refused, error_of
 from aionn.remote.device import RemoteDevice
 from tests.conformance.test_devices import FACTOR, GOOD, request, ways
 from tests.driver.test_shared_driver import Counted, N, W, X, product, until
@@ -99,6 +99,7 @@ async def driver(tmp_path: Path) -> AsyncIterator[Driver]:
         await driver.service.aclose()
         driver.device.close()
     os.close(page.fd)
+    os.close(page.asked_fd)
 
 
 @pytest.fixture
@@ -289,7 +290,7 @@ async def test_the_owner_has_no_quota(driver: Driver, quotas: Any) -> None:
 
 async def _greeting(driver: Driver) -> Ready:
     async with driver.app(9) as app:
-        return Ready(13, app.name, app.version, app.type, await app.get_number_of_cache_files_needed())
+        return Ready(PROTOCOL, app.name, app.version, app.type, await app.get_number_of_cache_files_needed())
 
 
 async def test_only_the_owner_administers(driver: Driver) -> None:

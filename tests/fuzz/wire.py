@@ -157,7 +157,7 @@ def messages() -> list[Message]:
         control.Failed(1, failure_of(CompilationError("no", node="a", reason="b"))),
         control.Cancel(3),
         control.Attach(Fd(0), 1),
-        control.Ready(control.PROTOCOL, "fake", "1", DeviceType.CPU, CacheFiles(1, 1), page=(Fd(0),)),
+        control.Ready(control.PROTOCOL, "fake", "1", DeviceType.CPU, CacheFiles(1, 1), page=(Fd(0), Fd(1))),
         control.Refused(control.Failure("CallerError", "no")),
     ]
 

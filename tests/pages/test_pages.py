@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import mmap
 import os
 import random
 import threading
@@ -19,11 +20,12 @@ from aionn.pages.page import DriverPage, PageReader, private_slot, until_beat_s
 @pytest.fixture
 def page() -> Iterator[tuple[DriverPage, PageReader]]:
     written = DriverPage()
-    reader = PageReader(os.dup(written.fd))
+    reader = PageReader(os.dup(written.fd), 0, os.dup(written.asked_fd))
     yield written, reader
     reader.close()
     reader.close()
     os.close(written.fd)
+    os.close(written.asked_fd)
 
 
 def test_a_page_says_whose_it_is_and_is_idle_at_first(page: tuple[DriverPage, PageReader]) -> None:
@@ -192,10 +194,39 @@ def test_huge_pages_are_refused_before_they_are_mapped() -> None:
         PageReader(fd)
 
 
+def test_nobody_but_its_driver_writes_to_a_page(page: tuple[DriverPage, PageReader]) -> None:
+    written, reader = page
+    reading = reader.for_reading()
+    again = os.open(f"/proc/self/fd/{reading}", os.O_RDWR)
+    for fd in (written.fd, again):
+        with pytest.raises(PermissionError):
+            os.pwrite(fd, b"x", layout.HEARTBEAT * 8)
+        with pytest.raises(PermissionError):
+            mmap.mmap(fd, layout.PAGE_BYTES)
+    os.close(again)
+    os.close(reading)
+    before_ns = reader.read().heartbeat_ns
+    written.beat()
+    assert reader.read().heartbeat_ns > before_ns
+    slot = written.slot(7)  # whose memory is reserved after the page was sealed
+    slot.begin()
+    assert reader.read().state == "executing"
+    written.release(slot)
+
+
+def test_a_second_memory_that_is_none_is_refused_and_closed(page: tuple[DriverPage, PageReader]) -> None:
+    reading, writing = os.pipe()
+    with pytest.raises(LayoutError, match="memfd"):
+        PageReader(os.dup(page[0].fd), 0, reading)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(reading)
+    os.close(writing)
+
+
 def test_stacks_steer_no_terminal(page: tuple[DriverPage, PageReader]) -> None:
     written, reader = page
     reader.clear_stacks()
-    os.write(written.fd, b'File "a\x1b[2J.py"\n\xff\r')
+    os.write(written.asked_fd, b'File "a\x1b[2J.py"\n\xff\r')
     assert reader.stacks() == 'File "a\\x1b[2J.py"\n\ufffd\\r'
 
 
@@ -210,14 +241,14 @@ def test_stacks_fill_their_room_and_no_more(page: tuple[DriverPage, PageReader])
     written, reader = page
     reader.clear_stacks()
     assert reader.stacks() == ""
-    os.write(written.fd, b"x" * (layout.STACK_BYTES - 1))
+    os.write(written.asked_fd, b"x" * (layout.STACK_BYTES - 1))
     assert reader.stack_bytes() == layout.STACK_BYTES - 1
-    assert os.write(written.fd, b"yy") == 1
+    assert os.write(written.asked_fd, b"yy") == 1
     with pytest.raises(OSError, match="not permitted"):
-        os.write(written.fd, b"z")
+        os.write(written.asked_fd, b"z")
     assert reader.stacks() == "x" * (layout.STACK_BYTES - 1) + "y"
     reader.clear_stacks()
-    os.write(written.fd, b"again")
+    os.write(written.asked_fd, b"again")
     assert reader.stacks() == "again"
 
 

@@ -32,11 +32,12 @@ from aionn.remote.control import HEADER, PROTOCOL, CallMessage, Failed, Failure,
 from tests.remote.frames import frame
 
 Frame = tuple[bytes, int]
-"""Bytes, and how many descriptors (of pipes) go with them. PAGE: one, of a statistics page. HUGE_PAGES: one that only looks like it."""
+"""Bytes, and how many descriptors (of pipes) go with them. PAGE: those of a statistics page. HUGE_PAGES: those of one
+that only looks like it."""
 
 PAGE = -1
 HUGE_PAGES = -2
-READY = frame(Ready(PROTOCOL, "hostile", "1\x1b[31m", DeviceType.CPU, CacheFiles(), runs_on="\x07", page=(Fd(0),)))
+READY = frame(Ready(PROTOCOL, "hostile", "1\x1b[31m", DeviceType.CPU, CacheFiles(), runs_on="\x07", page=(Fd(0), Fd(1))))
 OTHER = (("else", Operand(OperandType.INT8, (7,))),)
 
 
@@ -58,7 +59,7 @@ GREETINGS: dict[str, list[Frame]] = {
     "descriptors_that_never_come": [(HEADER.pack(len(READY) - HEADER.size, 9, 0) + READY[HEADER.size :], 0)],
     "descriptors_nobody_spoke_of": [(READY, 5)],
     "no_page": [(frame(Ready(PROTOCOL, "hostile", "1", DeviceType.CPU, CacheFiles())), 0)],
-    "a_pipe_for_a_page": [(READY, 1)],
+    "a_pipe_for_a_page": [(READY, 2)],
     "a_page_of_huge_pages": [(READY, HUGE_PAGES)],
     "descriptors_without_end": [(READY[:1], 200), (READY[1:2], 200)],
     "another_protocol": [(frame(Ready(PROTOCOL + 1, "hostile", "1", DeviceType.CPU, CacheFiles())), 0)],
@@ -181,12 +182,12 @@ class Hostile:
         for data, pipes in frames:
             match pipes:
                 case -1:
-                    ends = [os.dup(self._page.fd)]
+                    ends = [os.dup(self._page.fd), os.dup(self._page.asked_fd)]
                 case -2:
-                    ends = [huge_pages()]
+                    ends = [huge_pages(), os.dup(self._page.asked_fd)]
                 case _:
                     ends = [fd for _ in range(-(-pipes // 2)) for fd in os.pipe()]
-            rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", ends[: max(pipes, 1)]))] if pipes else []
+            rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", ends[: pipes if pipes > 0 else 2]))] if pipes else []
             self._socket.sendmsg([data], rights)
             for fd in ends:
                 os.close(fd)

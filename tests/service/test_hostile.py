@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import resource
 import select
@@ -24,6 +25,9 @@ import pytest
 import aionn
 import aionn.blocking
 from aionn.driver.sharing import QUOTAS
+from aionn.pages.finding import find_page
+from aionn.pages.layout import HEARTBEAT, PAGE_BYTES
+from aionn.pages.record_reader import RecordReader
 from aionn.remote import connection
 from aionn.remote.calls import Drain, EndGuest, Evict, Fd, FreeBuffer, Guests, ListShared, OpenModel, Quarantine, ReadService, TakeOver
 from aionn.remote.connection import ControlSocket, PeerLimits
@@ -206,6 +210,32 @@ def test_what_is_no_readable_file_is_no_model(served: Served, folder: Path, kind
         for fd in (opened, *pipe):
             os.close(fd)
         assert app.call(DEFAULTS).pid in [driver["pid"] for driver in served.facts()["drivers"]]
+
+
+async def test_an_app_can_ask_a_driver_for_traces_and_not_write_to_its_page(served: Served) -> None:
+    with hostile(served.path) as app:
+        found = app.call(DEFAULTS)
+        (own,) = [path for path in os.listdir(f"/proc/{found.pid}/fd") if "aionn-stats" in os.readlink(f"/proc/{found.pid}/fd/{path}")]
+        for way in (f"/proc/self/fd/{found.page}", f"/proc/{found.pid}/fd/{own}"):
+            page = os.open(way, os.O_RDWR)
+            with pytest.raises(PermissionError):
+                os.pwrite(page, bytes(8), HEARTBEAT * 8)
+            with pytest.raises(PermissionError):
+                mmap.mmap(page, PAGE_BYTES)
+            os.close(page)
+        for fd in (found.page, found.pidfd, found.socket):
+            os.close(fd)
+    async with aionn.Runtime(service=served.path, start=()) as runtime:
+        compilation = await runtime.compile(aionn.Model.from_onnx(MODEL), devices=["reference"])
+        async with compilation.burst() as burst:
+            await burst.compute({"input": np.ones((1, 16), np.float32)})
+            own_page = find_page(os.getpid())
+            assert own_page is not None
+            recorder = RecordReader(own_page)
+            for _ in range(20):
+                await burst.compute({"input": np.ones((1, 16), np.float32)})
+            (driver,) = [device.pid for device in runtime.devices if device.pid]
+            assert {records.pid for records in recorder.close().contents} == {os.getpid(), driver}
 
 
 def weighted(location: str) -> bytes:

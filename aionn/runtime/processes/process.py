@@ -177,15 +177,16 @@ class DriverProcess:
             )
         else:
             page, self._child.page = self._child.page, -1
-            if page < 0 and not greeting.page:
+            if page < 0 and len(greeting.page) != 2:
                 raise ControlError("the driver's greeting came without a statistics page")
+            asked = -1  # an app may only read the page of a driver of others
+            if page < 0:
+                page, asked = map(descriptors.take, greeting.page)
             try:
-                self._page = PageReader(
-                    page if page >= 0 else descriptors.take(greeting.page[0]), self._child.started_ns or self.life.started_ns
-                )
+                self._page = PageReader(page, self._child.started_ns or self.life.started_ns, asked)
             except LayoutError as error:
                 raise ControlError(str(error)) from error
-            if not self._child.is_shared:  # an app may only read the page of a driver of others
+            if asked >= 0:
                 self._page.trace_until(traced_until_ns())
             self._remote = RemoteDevice(self.connection, greeting, self.name, self._child.pidfd)
             self._remote.page = self._page
