@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections import OrderedDict
+import time
 from collections.abc import Mapping
+from contextlib import suppress
 from itertools import count
 from typing import Any
 
@@ -40,17 +41,19 @@ class Detector:
 
     Attributes:
         name: by which clients ask for it.
+        used_s: when it was last asked for a picture, or made.
     """
 
     def __init__(self, name: str, model: aionn.Model, compilation: aionn.Compilation, burst: aionn.Burst) -> None:
-        self.name = name
+        self.name, self.used_s = name, time.monotonic()
         self._picture, *others = model.inputs
         if set(others) - {SIZES}:
             raise CallerError(f"the model has the inputs {', '.join(model.inputs)}; a detector has one, and perhaps {SIZES!r}")
         self._sizes = bool(others)
         self._compilation, self._burst = compilation, burst
         operand = model.inputs[self._picture]
-        self._last: tuple[tuple[int, ...], Any] = operand.dimensions or (0,), operand.type.dtype
+        batch, *extents = operand.dimensions or (0, 0)
+        self._last: tuple[tuple[int, ...], Any] = (batch or 1, *extents), operand.type.dtype
         self._opening = False
 
     async def compute(self, tensor: NDArray[Any], width: int, height: int, timeout_s: float) -> Mapping[str, NDArray[Any]]:
@@ -60,7 +63,7 @@ class Detector:
             CallerError: the tensor does not fit the model.
             AionnError: as `Burst.compute`.
         """
-        self._last = tensor.shape, tensor.dtype
+        self._last, self.used_s = (tensor.shape, tensor.dtype), time.monotonic()
         return await self._burst.compute(self._inputs(tensor, width, height), timeout_s=timeout_s, retry=1)
 
     async def open(self) -> None:
@@ -92,7 +95,7 @@ class Detectors:
 
     def __init__(self, runtime: aionn.Runtime, options: Mapping[str, Any], most_bytes: int) -> None:
         self._runtime, self._options, self._most_bytes = runtime, options, most_bytes
-        self._received: OrderedDict[bytes, tuple[Detector, str]] = OrderedDict()
+        self._received: dict[bytes, tuple[Detector, str]] = {}
         self._numbers = count(1)
         self._receiving = anyio.Lock()
         self._arriving_bytes = 0
@@ -146,15 +149,16 @@ class Detectors:
             if key not in self._received:
                 self._received[key] = await self._prepared(model, name), path
                 kept = True
-            self._received.move_to_end(key)
+            detector = self._received[key][0]
         finally:
             if not kept:
                 os.unlink(path)
-        while len(self._received) > MOST_MODELS:
-            _, (old, path) = self._received.popitem(last=False)
+        if len(self._received) > MOST_MODELS:
+            oldest = min(self._received.keys() - {key}, key=lambda each: self._received[each][0].used_s)
+            old, path = self._received.pop(oldest)
             os.unlink(path)
             await old.aclose()
-        return self._received[key][0]
+        return detector
 
     def _written(self, data: memoryview) -> str:
         """Write a file into the private folder. Returns its path."""
@@ -165,8 +169,13 @@ class Detectors:
             self._held = make_folder(folder)
             self._folder = folder
         path = os.path.join(self._folder, f"{next(self._numbers)}.onnx")
-        with open(path, "xb") as file:
-            file.write(data)
+        try:
+            with open(path, "xb") as file:
+                file.write(data)
+        except OSError:
+            with suppress(OSError):
+                os.unlink(path)
+            raise
         return path
 
     async def _prepared(self, model: aionn.Model, name: str) -> Detector:

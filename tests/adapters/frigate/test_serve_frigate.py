@@ -9,7 +9,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from glob import glob
 from itertools import chain
 from pathlib import Path
@@ -130,6 +130,28 @@ def test_a_model_that_does_not_serve(folder: Path, name: str, content: bytes, se
         assert client.asks_for(name) == {"model_available": False, "model_loaded": False}
         assert client.sends("right.onnx", kind.model())["model_loaded"]
         check(client, kind, range(2))
+        assert server.end() == 0
+
+
+def test_the_model_that_was_unused_for_longest_makes_room(folder: Path) -> None:
+    kind = named("ssd")
+    with serve_frigate(folder, *PATIENT) as server, ExitStack() as stack:
+        clients = [stack.enter_context(patient(server.address)) for _ in range(5)]
+        for number, client in enumerate(clients[:4]):
+            assert client.sends(f"{number}.onnx", kind.model())["model_loaded"]
+        for client in (*clients[1:4], clients[0]):
+            check(client, kind, range(1))
+        assert clients[4].sends("4.onnx", kind.model())["model_loaded"]
+        assert [clients[4].asks_for(f"{number}.onnx")["model_loaded"] for number in range(5)] == [True, False, True, True, True]
+        check(clients[0], kind, range(1, 3))
+        assert server.end() == 0
+
+
+def test_a_model_with_an_open_batch_axis_has_run_before_it_counts_as_loaded(folder: Path, fake: FakeDevice) -> None:
+    model = fake_model({"picture": (("batch", 8, 8, 3), np.uint8)}, {"detections": ((1, 1, 1, 7), np.float32)})
+    with serve_frigate(folder, *PATIENT, "--device", fake.name) as server, patient(server.address) as client:
+        assert client.sends("m.onnx", model)["model_loaded"]
+        anyio.run(fake.heard, "run")
         assert server.end() == 0
 
 
