@@ -37,8 +37,9 @@ MOST: dict[str, tuple[int, int, int]] = {
 # 21 the memory beside a page of a driver, which others may write to,
 # 94 the bounds of one process in a shared driver, and descriptors of the files beside a model for a service that opens no path
 # 560 the server for the detectors of Frigate, 499 the server for satellites of Home Assistant
-MOST_CODE_LINES = 44_634
-MOST_FILES = 322
+# 175 the executor for LiveKit and the analyzer for Pipecat
+MOST_CODE_LINES = 44_809
+MOST_FILES = 324
 MOST_LINES_OF_C = 5_764
 MOST_NAMES_DEFINED_TWICE = 0
 MOST_VERBS_FOR_AN_END = 6

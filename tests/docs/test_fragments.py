@@ -26,6 +26,7 @@ import numpy as np
 import pytest
 
 import aionn
+from aionn.adapters.livekit import AionnInferenceExecutor, OnnxMethod
 from aionn.cli import main
 from aionn.runtime.preparing.kept_model import Idling
 from aionn.sources.av import Camera
@@ -71,6 +72,7 @@ WORLDS = {
     "How long a driver process and its memory live",
     "Checking an engine",
     "Formats other than ONNX",
+    "The turn detector's model",
 }
 
 
@@ -515,3 +517,29 @@ async def test_formats_other_than_onnx() -> None:
     await run_block("Formats other than ONNX", world)
     model = world["model"]
     assert (model.format, bytes(aionn.hal.model_bytes(model, "tflite"))) == ("tflite", b"bytes of a model")
+
+
+class WordsAsTokens:
+    """Stands for the tokenizer of the turn detector: each word is a token, its length."""
+
+    def apply_chat_template(self, messages: list[dict[str, str]], **how: bool) -> str:
+        assert how == {"add_special_tokens": False, "tokenize": False}
+        return "".join(f"<|im_start|>{one['role']} {one['content']}<|im_end|>" for one in messages)
+
+    def __call__(self, text: str, **how: Any) -> dict[str, list[int]]:
+        return {"input_ids": [len(word) for word in text.split()][-how["max_length"] :]}
+
+
+@pytest.mark.anyio
+async def test_the_turn_detectors_model() -> None:
+    class Context:
+        _inf_executor: Any = None
+
+    async with aionn.Runtime() as runtime:
+        model = aionn.Model.from_onnx(identity_model({"input_ids": (1, "tokens")}, dtype=np.dtype(np.int64)))
+        compilation = await runtime.compile(model, devices=("reference",))
+        names = {"OnnxMethod": OnnxMethod, "AionnInferenceExecutor": AionnInferenceExecutor, "tokenizer": WordsAsTokens(), "ctx": Context}
+        await run_block("The turn detector's model", {"np": np, "json": json, "aionn": aionn, "compilation": compilation, **names})
+        said = {"chat_ctx": [{"role": "user", "content": "see you"}, {"role": "assistant", "content": ""}]}
+        answer = await Context._inf_executor.do_inference("lk_end_of_utterance_en", json.dumps(said).encode())
+        assert json.loads(answer) == {"eou_probability": 3.0}

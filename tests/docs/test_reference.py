@@ -18,7 +18,7 @@ from tests.docs.pages import DOCS, ROOT
 
 API = DOCS / "reference" / "api"
 ENTRY = re.compile(r"^::: ([\w.]+)$", re.MULTILINE)
-FACES = ["aionn", "aionn.blocking", "aionn.fleet", "aionn.hal", "aionn.ray", "aionn.testing"]
+FACES = ["aionn", "aionn.adapters.livekit", "aionn.blocking", "aionn.fleet", "aionn.hal", "aionn.ray", "aionn.testing"]
 
 
 def entries() -> list[str]:
