@@ -197,7 +197,10 @@ class Camera:
     best read by one stream. Nothing is opened before the first picture is asked for.
 
     Args:
-        source, paced, options, timeout_s: as for `video`.
+        source: a file, a URL or a device, as for `video`.
+        paced: give pictures of a file at the times at which they are to be shown.
+        options: for FFmpeg.
+        timeout_s: how long opening, and each read of a URL, may take.
 
     Raises:
         CallerError: an argument is wrong.
