@@ -39,6 +39,9 @@ MOST_MODELS = 64
 MOST_OF_AN_APP, MOST_BYTES_OF_AN_APP = 16, 2 << 30
 """How many compilations the service keeps for one app, and of how large files together."""
 
+MOST_BESIDE = 64
+"""How many files may lie beside a model. The service keeps them open as long as the compilation."""
+
 MOST_AT_ONCE = 2
 """How many models the service prepares for one app at a time."""
 
@@ -82,6 +85,10 @@ class KeptModels:
             AionnError: as `Runtime.compile`.
         """
         files = {"": file, **dict(asked.beside)}
+        if len(asked.beside) > MOST_BESIDE:
+            raise CallerError(
+                f"the model has {len(asked.beside)} files beside it, but the service takes {MOST_BESIDE}; save it in fewer files"
+            )
         found = [_checked_file(fd) for fd in files.values()]
         size_bytes = sum(status.st_size for status in found)
         if size_bytes > MOST_BYTES_OF_AN_APP:

@@ -263,6 +263,8 @@ def test_the_service_opens_no_file_that_a_model_names(served: Served, folder: Pa
         file.write_bytes(weighted("weights"))
         with file.open("rb") as opened, odd_descriptor() as odd:
             assert "can be read" in sentence(app.call(OpenModel(Fd(opened.fileno()), beside=(("weights", Fd(odd)),))))
+            many = tuple((str(number), Fd(opened.fileno())) for number in range(65))
+            assert "has 65 files beside it, but the service takes 64" in sentence(app.call(OpenModel(Fd(opened.fileno()), beside=many)))
     for content in (b"w", b"v"):
         (folder / "weights").write_bytes(content * 64)
         with aionn.blocking.attach(file, service=served.path) as burst:
