@@ -5,6 +5,8 @@ Rows, one figure or more each, with the bound that aionn means to reach. Ratios 
           driver adds, and the time from the driver's SIGKILL to the next right answer
     D2    six cameras at 10 pictures a second: p99 and memory beside a detector process of ONNX Runtime, which is fed as Frigate feeds its
           own: pictures in shared memory, names through a queue
+    D3    16 satellites of Home Assistant: scores and CPU of `aionn serve-wyoming` beside `pyopen-wakeword`, in process and behind the
+          package `wyoming`
 A detector process of Frigate has one session with default options. Here it imports NumPy and ONNX Runtime only, so it is leaner than
 Frigate's. Memory is PSS: of that process, and of `aionn serve-frigate` with its driver and template.
 """
@@ -17,9 +19,10 @@ import os
 import uvloop
 
 from tests.bench.adapters_frigate import cameras, detector
+from tests.bench.adapters_wyoming import satellites
 from tests.bench.real_report import Groups, Options, Report, measure, print_measured, rows_among
 
-GROUPS: Groups = ((("D1",), detector), (("D2",), cameras))
+GROUPS: Groups = ((("D1",), detector), (("D2",), cameras), (("D3",), satellites))
 ROWS = tuple(row for rows, _ in GROUPS for row in rows)
 
 
@@ -30,7 +33,7 @@ def main(argv: list[str]) -> None:
     )
     parser.add_argument("--row", "--rows", type=rows_among(ROWS), default=frozenset(ROWS), help=f"some of {','.join(ROWS)}")
     parser.add_argument("--rounds", type=int, default=5, help="of each row")
-    parser.add_argument("--frames", type=int, default=150, help="pictures per camera and round")
+    parser.add_argument("--frames", type=int, default=150, help="pictures per camera, or steps of 80 ms per satellite, and round")
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     options = parser.parse_args(argv)
     report = Report(options.row, quiet=options.json)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from typing import Any
@@ -12,7 +13,9 @@ import anyio
 import psutil
 import pytest
 from wyoming.event import Event
+from wyoming.ping import Pong
 
+from aionn.adapters.wyoming import events
 from tests.adapters.wyoming.satellites import Recording, Satellite, Server, detected_ms, satellite, serve_wyoming, types, words_of
 
 pytestmark = pytest.mark.anyio
@@ -119,7 +122,28 @@ async def test_two_hundred_that_stall_cost_others_nothing_and_memory_stays(serve
     assert await detected_ms(server.uri, recording) == recording.detected_ms()
 
 
-async def test_one_satellite_too_many_is_refused(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_rest_of_an_event_has_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(events, "MESSAGE_S", 0.01)
+    reader = asyncio.StreamReader()
+    reader.feed_data(event("audio-chunk", CHUNK, payload_length=8) + b"half")
+    with pytest.raises(events.EventError, match="the rest of an event did not come within"):
+        await events.read_event(reader)
+
+
+async def test_a_client_that_does_not_receive_has_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(events, "MESSAGE_S", 0.01)
+    ours, theirs = socket.socketpair()
+    with theirs:
+        _, writer = await asyncio.open_unix_connection(sock=ours)
+        try:
+            with pytest.raises(events.EventError, match="the client received nothing"):
+                for _ in range(10):
+                    await events.write_event(writer, Pong("x" * 1_000_000))
+        finally:
+            writer.transport.abort()
+
+
+async def test_one_satellite_too_many_is_refused(server: Server) -> None:
     async with AsyncExitStack() as opened:
         for _ in range(1000):
             one = await opened.enter_async_context(satellite(server.uri))

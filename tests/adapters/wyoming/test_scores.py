@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
 import anyio
 import numpy as np
+import onnx
 import onnxruntime
 import pytest
+from onnx import TensorProto, helper, numpy_helper
 
 import aionn
 from aionn.adapters.wyoming.models import SoundModel
@@ -69,6 +72,67 @@ async def test_a_word_that_is_said_has_the_score_that_numpy_computes(recording: 
     assert recording.right.max() > 0.9
     assert recording.right.min() < 0.1
     np.testing.assert_allclose(found, recording.right, atol=1e-4)
+
+
+def onnx_model(path: Path, inputs: dict[str, list[Any]], outputs: dict[str, list[Any]], *nodes: onnx.NodeProto, **constants: Any) -> None:
+    sides = [[helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in side.items()] for side in (inputs, outputs)]
+    held = [numpy_helper.from_array(np.asarray(value), name) for name, value in constants.items()]
+    graph = helper.make_graph(list(nodes), path.stem, *sides, held)
+    path.write_bytes(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8).SerializeToString())
+
+
+async def test_models_may_all_be_onnx_and_their_satellites_share_runs(recording: Recording, tmp_path: Path) -> None:
+    """The spectrogram is 256 samples, and an embedding is the mean of the rows, three times over. NumPy computes the same."""
+    onnx_model(
+        tmp_path / "melspectrogram.onnx",
+        {"sound": ["n", 1760]},
+        {"rows": ["n", 1, 8, 32]},
+        helper.make_node("Slice", ["sound", "begin", "end", "axis"], ["some"]),
+        helper.make_node("Reshape", ["some", "shape"], ["rows"]),
+        begin=np.array([0]),
+        end=np.array([256]),
+        axis=np.array([1]),
+        shape=np.array([-1, 1, 8, 32]),
+    )
+    onnx_model(
+        tmp_path / "embedding_model.onnx",
+        {"window": ["n", 76, 32, 1]},
+        {"embedding": ["n", 1, 1, 96]},
+        helper.make_node("ReduceMean", ["window"], ["mean"], axes=[1], keepdims=1),
+        helper.make_node("Concat", ["mean"] * 3, ["thrice"], axis=2),
+        helper.make_node("Reshape", ["thrice", "shape"], ["embedding"]),
+        shape=np.array([-1, 1, 1, 96]),
+    )
+    weights = np.random.default_rng(0).normal(size=(4 * 96, 1)).astype(np.float32) / 100
+    onnx_model(
+        tmp_path / "hello.onnx",
+        {"embeddings": ["n", 4, 96]},
+        {"score": ["n", 1]},
+        helper.make_node("Flatten", ["embeddings"], ["flat"]),
+        helper.make_node("MatMul", ["flat", "weights"], ["logit"]),
+        helper.make_node("Sigmoid", ["logit"], ["score"]),
+        weights=weights,
+    )
+    found = []
+    async with aionn.Runtime(start=()) as runtime, AsyncExitStack() as stack:
+        heard = await open_models(runtime, stack, [str(tmp_path)], None, 0.5)
+
+        async def listen() -> None:
+            found.append((await scores_of(heard, recording, 1024))["hello"])
+
+        async with anyio.create_task_group() as tasks:
+            for _ in range(3):
+                tasks.start_soon(listen)
+    # After 8 s of silence and what of the recording completes a window, as the module wake_words draws it.
+    sound = np.concatenate((np.zeros(1280), recording.samples))
+    windows = [sound[start : start + 256].reshape(8, 32) / 10 + 2 for start in range(0, len(sound) - 1759, 1280)]
+    rows = np.concatenate((np.full((72, 32), 2.0), *windows))
+    means = np.array([np.tile(rows[8 * number : 8 * number + 76].mean(axis=0), 3) for number in range(len(windows))])
+    embeddings = np.concatenate((np.full((3, 96), 2.0), means))
+    right = [1 / (1 + np.exp(-(embeddings[number : number + 4].reshape(-1) @ weights)[0])) for number in range(len(windows))]
+    assert np.ptp(right) > 0.2
+    for scores in found:
+        np.testing.assert_allclose(scores, right, atol=1e-4)
 
 
 @pytest.mark.parametrize("model", ["silero", "silero_batch"])
