@@ -68,16 +68,19 @@ async def test_scores_are_those_of_the_package_and_streams_do_not_mix(recording:
 async def test_a_word_that_is_said_has_the_score_that_numpy_computes(recording: Recording) -> None:
     async with aionn.Runtime(start=()) as runtime, AsyncExitStack() as stack:
         heard = await open_models(runtime, stack, [str(recording.word)], str(FOLDER), 0.5)
-        found = (await scores_of(heard, recording, 1024))[WORD]
+        found = [(await scores_of(heard, recording, 1024))[WORD] for _ in range(2)]
     assert recording.right.max() > 0.9
     assert recording.right.min() < 0.1
-    np.testing.assert_allclose(found, recording.right, atol=1e-4)
+    for scores in found:  # the second stream begins with silence, too
+        np.testing.assert_allclose(scores, recording.right, atol=1e-4)
 
 
 def onnx_model(path: Path, inputs: dict[str, list[Any]], outputs: dict[str, list[Any]], *nodes: onnx.NodeProto, **constants: Any) -> None:
-    sides = [[helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in side.items()] for side in (inputs, outputs)]
+    given, made = (
+        [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in side.items()] for side in (inputs, outputs)
+    )
     held = [numpy_helper.from_array(np.asarray(value), name) for name, value in constants.items()]
-    graph = helper.make_graph(list(nodes), path.stem, *sides, held)
+    graph = helper.make_graph(list(nodes), path.stem, given, made, held)
     path.write_bytes(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8).SerializeToString())
 
 
@@ -124,7 +127,7 @@ async def test_models_may_all_be_onnx_and_their_satellites_share_runs(recording:
             for _ in range(3):
                 tasks.start_soon(listen)
     # After 8 s of silence and what of the recording completes a window, as the module wake_words draws it.
-    sound = np.concatenate((np.zeros(1280), recording.samples))
+    sound: np.ndarray[Any, np.dtype[np.float64]] = np.concatenate((np.zeros(1280), recording.samples))
     windows = [sound[start : start + 256].reshape(8, 32) / 10 + 2 for start in range(0, len(sound) - 1759, 1280)]
     rows = np.concatenate((np.full((72, 32), 2.0), *windows))
     means = np.array([np.tile(rows[8 * number : 8 * number + 76].mean(axis=0), 3) for number in range(len(windows))])
