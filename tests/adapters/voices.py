@@ -16,7 +16,7 @@ import aionn
 from aionn.adapters.pipecat import AionnVADAnalyzer, model_path
 from tests.real_models import carried
 
-__all__ = ["MODEL", "AionnVADAnalyzer", "VADState", "chunks", "model_path", "said", "speech", "states", "theirs", "warnings"]
+__all__ = ["CHUNK_S", "MODEL", "AionnVADAnalyzer", "VADState", "chunks", "model_path", "said", "speech", "states", "theirs", "warnings"]
 
 MODEL = aionn.Model.from_onnx(model_path())
 
