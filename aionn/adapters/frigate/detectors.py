@@ -33,6 +33,9 @@ logger = logging.getLogger("aionn.frigate")
 MOST_MODELS = 4
 """So many received models serve at once. Another one takes the place of the one that has been unused for longest."""
 
+MOST_WAITING = 8
+"""So many clients wait while a model of another one is prepared. They are fewer than the requests that may be in work."""
+
 LOAD_S = 300.0
 
 
@@ -131,7 +134,8 @@ class Detectors:
             raise CallerError(f"a model's name has from 1 to 255 printable characters, and this one has {len(name)}")
         if not 0 < data.nbytes <= self._most_bytes:
             raise CallerError(f"it has {data.nbytes} bytes; a model has from 1 to {self._most_bytes}, which --max-model sets")
-        if self._arriving_bytes + data.nbytes > 2 * self._most_bytes:
+        many = self._receiving.statistics().tasks_waiting >= MOST_WAITING
+        if many or self._arriving_bytes + data.nbytes > 2 * self._most_bytes:
             raise CallerError("clients send too many models at this moment; it asks again")
         self._arriving_bytes += data.nbytes
         try:

@@ -28,7 +28,7 @@ logger = logging.getLogger("aionn.frigate")
 
 MOST_TENSOR_BYTES = 64_000_000
 MOST_REQUESTS = 64
-"""So many requests are in work at once. More are dropped."""
+"""So many requests are in work at once. More wait in the socket, which takes from its clients in turns."""
 
 MOST_CLIENTS = 1024
 """The model of so many clients is remembered. One that is forgotten gets no answer, and asks for its model again."""
@@ -55,6 +55,7 @@ class Endpoint:
         self._timeout_s = timeout_s
         self._chosen: OrderedDict[bytes, Detector] = OrderedDict()
         self._in_work: set[bytes] = set()
+        self._places = anyio.Semaphore(MOST_REQUESTS)
         self._logged: dict[str, float] = {}
         self._left_out = 0
         self._context = zmq.asyncio.Context()
@@ -77,10 +78,12 @@ class Endpoint:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._detectors.watch)
             while True:
+                await self._places.acquire()
                 first, *rest = await self._socket.recv_multipart(copy=False)
                 client = first.bytes
-                if client in self._in_work or len(self._in_work) >= MOST_REQUESTS:
-                    self._complain("a client sent a request before its last one was answered, or too many are in work")
+                if client in self._in_work:
+                    self._places.release()
+                    self._complain("a client sent a request before its last one was answered")
                     continue
                 self._in_work.add(client)
                 tasks.start_soon(self._answer, client, [frame.buffer for frame in rest], time.monotonic() + self._timeout_s)
@@ -112,6 +115,7 @@ class Endpoint:
             logger.exception("a request failed by a defect of aionn")
         finally:
             self._in_work.discard(client)
+            self._places.release()
         if answer is not None:
             await self._socket.send_multipart([client, b"", answer])
 
