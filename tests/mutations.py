@@ -155,7 +155,6 @@ KNOWN = (
 
 EQUIVALENT: dict[tuple[str, str, str, str, int], str] = {
     ("aionn/memory/requests.py", "_overlap", "off by one", "0", 1): "the first range sets it, because no pool has the number -1",
-    ("aionn/pages/record_reader.py", "RecordReader.look", "removed statement", "self._rings_ns = now_ns", 1): "the next read looks sooner",
 }
 """Faults that change nothing that anyone can see: the keys of their places, with the reason."""
 

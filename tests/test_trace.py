@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import pytest
 
 import aionn
 from aionn import trace
+from aionn.pages.page import DriverPage, PageReader
 from aionn.testing import identity_model
 from tests import trace_format
 
@@ -133,6 +134,20 @@ async def test_compiling_preparing_executing_and_waiting_in_the_queue_are_seen()
     assert spans["compile"].started_ns <= spans["prepare"].started_ns <= spans["prepare"].ended_ns <= spans["compile"].ended_ns
     assert spans["burst.queue_wait"].ended_ns == spans["burst.execute"].started_ns
     assert spans["burst.queue_wait"].attributes["identity"] == spans["burst.execute"].attributes["identity"]
+
+
+@pytest.mark.anyio
+async def test_records_of_a_driver_in_the_apps_process_hide_none_of_the_apps() -> None:
+    page = DriverPage()
+    with closing(PageReader(page.fd, 0, page.asked_fd)) as reader:
+        reader.trace_until(time.monotonic_ns() + 60 * 10**9)
+        page.write_event(trace.Counter("earlier", time.monotonic_ns(), 1))  # makes a ring that is found before the app's own
+        with trace.record() as recording:
+            async with aionn.Runtime() as runtime:
+                compilation = await runtime.compile(aionn.Model.from_onnx(identity_model()), devices=("reference",))
+                async with compilation.burst() as burst:
+                    await burst.compute(INPUTS)
+    assert {"burst.queue_wait", "burst.execute", "burst.return"} <= {span.name for span in recording.spans}
 
 
 @pytest.mark.anyio

@@ -215,8 +215,8 @@ def _maker_of(path: str) -> int | None:
         mapping.close()
 
 
-def find_page(pid: int) -> FoundPage | None:
-    """Return the page of a process, to be closed, or None if it has none.
+def find_page(pid: int, role: str = "") -> FoundPage | None:
+    """Return the page of a process, to be closed, or None if it has none. An app with a driver in its own process has one of each role.
 
     Raises:
         PermissionError: the process belongs to another user.
@@ -224,7 +224,10 @@ def find_page(pid: int) -> FoundPage | None:
     """
     for path in _links(pid, _PAGE):
         with suppress(LayoutError, FileNotFoundError):
-            return FoundPage(pid, path)
+            page = FoundPage(pid, path)
+            if role in ("", page.role):
+                return page
+            page.close()
     return None
 
 

@@ -63,10 +63,6 @@ class _Process:
         self.reader.take(True)
         self.lost_before = self.reader.lost
 
-    def take(self, look: bool) -> list[tuple[int, bytes]]:
-        """Return new records. An app has one ring, so there is nothing more to look for once it is there."""
-        return self.reader.take(look and not (self.is_app and self.reader.rings))
-
     def close(self) -> None:
         self.asking.close()
         self.reader.close()
@@ -124,13 +120,12 @@ class RecordReader:
 
     def look(self) -> None:
         """Look for new drivers, rings and bursts, ask for more records, and read those that there are."""
-        now_ns = self._looked_ns = time.monotonic_ns()
+        now_ns = self._looked_ns = self._rings_ns = time.monotonic_ns()
         self._find()
         for process in self._processes:
             process.asking.until(now_ns + ASK_NS)
         self._names.note(self._app.page.names(), now_ns)
-        self._take(True)
-        self._rings_ns = now_ns
+        self._take(True, all_rings=True)
 
     def _find(self) -> None:
         """Find new drivers."""
@@ -155,9 +150,10 @@ class RecordReader:
             self._rings_ns = now_ns
         self._take(look)
 
-    def _take(self, look: bool) -> None:
+    def _take(self, look: bool, all_rings: bool = False) -> None:
+        """Read new records. `look`: look for new rings, too. An app seldom has another one, so only `all_rings` looks for that."""
         for process in self._processes:
-            for ring, records in process.take(look):
+            for ring, records in process.reader.take(look and (all_rings or not (process.is_app and process.reader.rings))):
                 self._contents.append(RingRecords(process.pid, f"lane {ring}", records))
                 self._bytes += len(records)
         while self._bytes - 64 * self._pushed_out > MOST_BYTES:

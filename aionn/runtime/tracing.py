@@ -46,7 +46,7 @@ class PageSource:
         from aionn.pages.record_reader import CollectingThread
 
         try:
-            page = find_page(os.getpid())
+            page = find_page(os.getpid(), "app")
             if page is not None:
                 self._threads[recording] = CollectingThread(page)
         except (OSError, LayoutError, RuntimeError) as error:
