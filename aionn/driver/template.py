@@ -153,7 +153,7 @@ def _show(words: Sequence[str]) -> None:
     """
     with open("/proc/self/stat", "rb") as stat:
         fields = stat.read().rpartition(b")")[2].split()
-    begin, end = int(fields[45]), int(fields[46])  # arg_start and arg_end, which are fields 48 and 49 of the whole line
+    begin, end = map(int, fields[45:47] or (0, 0))  # arg_start and arg_end, fields 48 and 49 of the line; emulators leave them out
     text = b"\0".join(map(os.fsencode, (*sys.orig_argv[:3], *words)))
     if 0 < begin < end:
         ctypes.memmove(begin, text[: end - begin - 1].ljust(end - begin, b"\0"), end - begin)
