@@ -141,6 +141,7 @@ class Endpoint:
         detector = self._detectors.fixed or self._chosen.get(client)
         if detector is None:
             raise RefusedRequestError("a client sent a tensor and has not asked for a model; it asks after its own timeout")
+        self._choose(client, detector)  # the clients that are forgotten are those that ask nothing
         outputs = await detector.compute(tensor, width, height, max(0.0, by_s - time.monotonic()))
         answer = rows_of(header.model_type, outputs, width, height).tobytes()
         if time.monotonic() > by_s:

@@ -180,6 +180,22 @@ def test_half_messages_and_connections_that_stall(server: Serving, good: Good) -
     good.check()
 
 
+def test_clients_that_come_and_go_do_not_make_the_server_forget_one_that_asks(server: Serving, good: Good) -> None:
+    context = zmq.Context()
+    try:
+        for number in range(1100):
+            with context.socket(zmq.REQ) as sock:
+                sock.setsockopt(zmq.LINGER, 0)
+                sock.connect(server.address)
+                sock.send_multipart([b'{"model_request": true, "model_name": "good.onnx"}'])
+                assert sock.recv() == b'{"model_available":true,"model_loaded":true}'
+            if number % 100 == 0:
+                good.check()
+        good.check()
+    finally:
+        context.term()
+
+
 def test_a_client_that_does_not_wait_for_its_answers(server: Serving, good: Good) -> None:
     """It sends a thousand pictures and reads nothing. Only one of them at a time is in work."""
     before = memory(server)
