@@ -108,9 +108,14 @@ def pytest_report_header(config: pytest.Config) -> str | None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Shuffle the packages, the modules in each package and the tests in each module. Fixtures of a module are still set up once."""
+    """Shuffle the packages, the modules in each package and the tests in each module. Fixtures of a module are still set up once.
+
+    Without a seed, tests of the whole house come first. Many of them take long, and no worker should wait for one at the end.
+    """
     seed = config.option.random_order
-    if seed is not None:
+    if seed is None:
+        items.sort(key=lambda item: item.path.parent != Path(__file__).parent)
+    else:
         items.sort(key=lambda item: [zlib.crc32(f"{seed} {node.nodeid}".encode()) for node in item.listchain()])
 
 
@@ -130,6 +135,21 @@ def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool | None:
 
 def pytest_runtest_logfinish() -> None:
     faulthandler.cancel_dump_traceback_later()  # pytest-timeout's own timer is gone at the first failure, before the teardown
+
+
+# -- what coverage looks at --------------------------------------------------------------------------------------------------------
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_sessionstart(session: pytest.Session) -> Generator[None, None, None]:
+    """End the coverage that pytest-cov starts in a worker before it knows that it is one. `no_cover` pauses only the one that follows."""
+    plugin = session.config.pluginmanager.getplugin("_cov")
+    measures = hasattr(session.config, "workerinput") and plugin is not None and plugin.cov_controller is not None
+    if measures:
+        plugin.cov_controller.cov.stop()
+    yield
+    if measures:
+        plugin.cov_controller.cov._warn_preimported_source = False  # else each end of a pause warns
 
 
 # -- a process of one's own --------------------------------------------------------------------------------------------------------

@@ -16,6 +16,8 @@ import pytest
 
 from tests.bench import size
 
+pytestmark = pytest.mark.no_cover  # it reads code, or runs it in another process
+
 # step: calls, files, bytecodes (of Python 3.11)
 MOST: dict[str, tuple[int, int, int]] = {
     "compile without cache": (225, 36, 5_500),
@@ -45,7 +47,6 @@ MOST_NAMES_DEFINED_TWICE = 0
 MOST_VERBS_FOR_AN_END = 6
 
 
-@pytest.mark.no_cover
 def test_a_call_runs_through_no_more_code_than_before() -> None:
     root = Path(__file__).parents[1]
     command = [sys.executable, "-m", "tests.bench", "walk", "--json"]

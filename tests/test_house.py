@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.no_cover  # it reads code, and runs no line of aionn
 
 HOUSE = Path(__file__).parent.parent / "aionn"
 
@@ -51,9 +56,16 @@ def test_the_page_of_the_architecture_shows_each_room_on_its_floor() -> None:
         assert rooms <= set(re.findall(r"\w+", shown[number])), (number, shown[number])
 
 
-def modules() -> Iterator[tuple[Path, ast.Module]]:
-    for path in sorted(HOUSE.rglob("*.py")):
-        yield path, ast.parse(path.read_text(encoding="utf-8"))
+@functools.cache
+def modules() -> list[tuple[Path, ast.Module]]:
+    return [(path, ast.parse(path.read_text(encoding="utf-8"))) for path in sorted(HOUSE.rglob("*.py"))]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def modules_are_forgotten() -> Iterator[None]:
+    """They take 100 MB."""
+    yield
+    modules.cache_clear()
 
 
 def room_of(path: Path) -> str:

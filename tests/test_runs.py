@@ -231,6 +231,24 @@ def test_tests_with_their_own_process_share_nothing_with_others(project: Project
     assert "in test_that_hangs_there" in text
 
 
+COUNTED = """
+    import sys, pytest
+
+    @pytest.mark.no_cover
+    def test_not_traced():
+        assert sys.gettrace() is None
+
+    def test_traced():
+        assert sys.gettrace() is not None
+"""
+
+
+def test_a_worker_traces_no_test_with_the_mark(project: Project) -> None:
+    with project.start(COUNTED, "-n", "1", "--cov=test_it", "--cov-report=") as run:
+        said = run.communicate()[0]
+    assert "2 passed" in said, said
+
+
 def test_drivers_of_tests_need_not_import_what_their_template_has(request: pytest.FixtureRequest) -> None:
     if request.config.option.real_starts:
         pytest.skip("with --real-starts no template is kept")
