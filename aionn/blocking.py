@@ -19,6 +19,7 @@ import socket
 import stat
 import weakref
 from collections.abc import Coroutine, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -199,7 +200,8 @@ class _ServiceClient:
         """Open the files beside the model, for the service. Returns whether there are some."""
         from aionn.graph.digest import files_beside
 
-        self._beside = files_beside(model)
+        with suppress(CallerError):  # the service has said what is wrong
+            self._beside = files_beside(model)
         return bool(self._beside)
 
     async def ask(self, deadline_ns: int | None) -> AttachedDriver:

@@ -12,6 +12,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import anyio
 import numpy as np
@@ -362,6 +363,33 @@ def test_a_threads_client_says_what_is_wrong(served: Served, folder: Path) -> No
         aionn.blocking.attach(broken, service=served.path, options={"colour": 1})
     with pytest.raises(aionn.DeviceUnavailableError, match="nope"):
         aionn.blocking.attach(broken, service=served.path, devices=["nope"])
+
+
+@pytest.mark.both_loops
+async def test_a_driver_that_was_handed_over_to_a_cancelled_caller_is_let_go(served: Served) -> None:
+    async with aionn.Runtime(service=served.path, start=()) as other, aionn.Runtime(service=served.path, start=()) as runtime:
+        await other.compile(MODEL, devices=["onnxruntime"])  # so that its driver runs
+        await runtime.compile(MODEL, devices=REFERENCE)  # so that the runtime is attached
+        assert runtime._owned is not None
+        all_devices = runtime._owned.devices
+        assert all_devices.service is not None
+        with leak_check():
+            handed, real = anyio.Event(), all_devices.service.driver
+
+            async def driver(*arguments: Any) -> Any:
+                found = await real(*arguments)
+                handed.set()
+                return found
+
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(all_devices.service, "driver", driver)
+                async with all_devices._turn:  # another start is under way
+                    starting = asyncio.create_task(runtime.compile(MODEL, devices=["onnxruntime"]))
+                    await handed.wait()
+                    starting.cancel()
+                    with pytest.raises(asyncio.CancelledError):
+                        await starting
+        assert runtime.devices
 
 
 async def test_the_greeting_of_an_old_driver_is_waited_for_from_now_on(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,6 +82,7 @@ LEFT_OUT = {
     },
     "journeys/test_cancelled_cleanup.py": {
         "test_a_device_memory_whose_closing_is_cancelled_is_freed": ENVIRONMENT,
+        "test_a_swap_that_is_cancelled_while_it_leaves_the_cache_releases_the_new_model": ENVIRONMENT,
         "test_a_staged_compilation_whose_closing_is_cancelled_leaves_no_model_and_no_worker": ENVIRONMENT,
     },
     "journeys/test_closing.py": {
@@ -122,6 +123,7 @@ LEFT_OUT = {
     },
     "journeys/test_state_folder.py": {
         "test_a_runtimes_drivers_keep_their_records_in_its_own_folder": RECORDS,
+        "test_a_stage_that_a_background_worker_made_is_recorded_in_the_runtimes_own_folder": ENVIRONMENT,
         "test_records_lost_with_a_cache_that_survives_are_one_warning_with_the_folder_and_the_way_out": RECORDS,
     },
     "journeys/test_weights_cut_off.py": {

@@ -359,21 +359,21 @@ class Devices:
                     device._restarts.died(process.life)
                 process = device._process = None
             handed: Handed | None = None
-            if process is None and not self._closed:
-                await device._restarts.pause()
-                if self.service is not None:
-                    handed = await self.service.driver(device.name, _schedule_of(device), self.settings)
-            # A start blocks the loop for some milliseconds. The lock lets the loop turn between two starts.
-            async with self._turn:
-                # No await from here to the start: `aclose` ends the processes that it finds, and nothing would end a later one.
-                try:
+            try:
+                if process is None and not self._closed:
+                    await device._restarts.pause()
+                    if self.service is not None:
+                        handed = await self.service.driver(device.name, _schedule_of(device), self.settings)
+                # A start blocks the loop for some milliseconds. The lock lets the loop turn between two starts.
+                async with self._turn:
+                    # No await from here to the start: `aclose` ends the processes that it finds, and nothing would end a later one.
                     self.check_open()
                     if process is None:
                         process = self._started(device, handed)
                         handed = None
-                finally:
-                    if handed is not None:
-                        handed.end()
+            finally:
+                if handed is not None:
+                    handed.end()
             try:
                 remote = await process.ready()
             except BaseException as error:
@@ -455,10 +455,13 @@ class Devices:
         handed: Handed | None = None
         if self.service is not None:
             handed = await self.service.driver(name, WHEN_IDLE if threads else USUAL, self.settings)
-        if self._closed and handed is not None:
-            handed.end()
-        self.check_open()
-        process = DriverProcess(name, self.tasks, str(threads), self.homes.home(name), self.settings, handed)
+        try:
+            self.check_open()
+            process = DriverProcess(name, self.tasks, str(threads), self.homes.home(name), self.settings, handed)
+            handed = None
+        finally:
+            if handed is not None:
+                handed.end()
         self._workers = {worker for worker in self._workers if worker.alive} | {process}
         return process
 
