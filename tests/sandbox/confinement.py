@@ -33,4 +33,4 @@ def assert_confined(pid: int) -> None:
 def serving(runtime: aionn.Runtime) -> set[int]:
     """Return the drivers that a runtime has greeted. One that is starting is not confined yet."""
     devices = [*runtime.devices, *(device.low_priority for device in runtime.devices if device.low_priority is not None)]
-    return {device.pid for device in devices if device.pid is not None and device.sandbox is not None}
+    return {device.pid for device in devices if device.pid is not None and device.activity is not None}
