@@ -114,7 +114,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """
     seed = config.option.random_order
     if seed is None:
-        items.sort(key=lambda item: item.path.parent != Path(__file__).parent)
+        house = Path(__file__).parent
+        items.sort(key=lambda item: item.path.parent != house)
     else:
         items.sort(key=lambda item: [zlib.crc32(f"{seed} {node.nodeid}".encode()) for node in item.listchain()])
 
