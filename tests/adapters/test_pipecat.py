@@ -89,6 +89,8 @@ async def test_voices_that_share_runs_keep_their_states() -> None:
         theirs: list[Any] = [voices.theirs(16000) for _ in sounds]
         found = await asyncio.gather(*map(voices.states, ours, sounds))
         assert found == [await voices.states(one, sound) for one, sound in zip(theirs, sounds, strict=True)]
+        for one, other in zip(ours, theirs, strict=True):
+            np.testing.assert_allclose(one._state, other._model._state, atol=1e-3)
         for one in (*ours, *theirs):
             await one.cleanup()
 
@@ -158,6 +160,7 @@ async def test_a_driver_that_hangs_holds_a_voice_no_longer_than_its_timeout(fake
         with voices.warnings() as logged:
             assert await asyncio.to_thread(voice.voice_confidence, WINDOW) == 0.0
         assert len(logged) == 1, logged
+        assert "deadline" in logged[0]
         fake.behave()
         fake.answer(next_states)
         voice._timeout_s = None
