@@ -41,7 +41,7 @@ from aionn.remote.orders import (
 )
 from aionn.sandbox.confining import SandboxError, threads_here
 
-_ONE_THREAD = ("onnxruntime", "reference")
+_ONE_THREAD = ("onnxruntime", "reference", "litert")
 """Engines whose import starts no thread."""
 
 

@@ -85,3 +85,11 @@ async def test_a_type_that_the_file_does_not_have_is_refused_by_name(models: Pat
     async with aionn.Runtime() as runtime:
         with pytest.raises(aionn.CompilationError, match=f"declares input '{name}' of int32"):
             await runtime.compile(model_of(path, **{name: Operand(OperandType.INT32, (1, 16, 96))}), devices=("litert",))
+
+
+async def test_a_declared_shape_that_the_file_cannot_take_fails_the_compile(models: Path) -> None:
+    path = models / "embedding_model.tflite"
+    (name,) = border(path.read_bytes())[0]
+    async with aionn.Runtime() as runtime:
+        with pytest.raises(aionn.CompilationError, match="litert cannot prepare the model"):
+            await runtime.compile(model_of(path, **{name: Operand(OperandType.FLOAT32, (1, 76, 32, 2))}), devices=("litert",))

@@ -206,11 +206,12 @@ async def serve(heard: Heard, listening: socket.socket) -> None:
             open_now.discard(satellite)
             writer.close()
 
+    arrived: asyncio.Queue[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = asyncio.Queue()
+    listen = asyncio.start_unix_server if listening.family == socket.AF_UNIX else asyncio.start_server
     async with anyio.create_task_group() as tasks:
-        listen = asyncio.start_unix_server if listening.family == socket.AF_UNIX else asyncio.start_server
-        server = await listen(lambda *streams: tasks.start_soon(converse, *streams), sock=listening, limit=MOST_LINE_BYTES)
+        server = await listen(lambda *streams: arrived.put_nowait(streams), sock=listening, limit=MOST_LINE_BYTES)
         try:
-            await anyio.sleep_forever()
+            while True:
+                tasks.start_soon(converse, *await arrived.get())
         finally:
             server.close()
-            tasks.cancel_scope.cancel()

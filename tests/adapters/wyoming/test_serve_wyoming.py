@@ -72,9 +72,12 @@ async def test_what_is_not_said_is_not_detected_and_the_connection_goes_on(serve
 
 
 async def test_sound_without_detect_or_start_and_with_a_clock_of_the_satellite(server: Server, recording: Recording) -> None:
-    async with satellite(server.uri) as one:
-        await one.say(recording.samples[: 3 * RATE], from_sample=100 * RATE)
-        assert (await one.until("detection")).data["timestamp"] == 100_000 + recording.detected_ms()
+    for begins in (False, True):  # with an audio-start at 0 s, and chunks whose time is another
+        async with satellite(server.uri) as one:
+            if begins:
+                await one.begin([WORD])
+            await one.say(recording.samples[: 3 * RATE], from_sample=100 * RATE)
+            assert (await one.until("detection")).data["timestamp"] == 100_000 + recording.detected_ms()
 
 
 async def test_a_word_that_the_server_lacks_is_named_and_the_others_are_heard(server: Server, recording: Recording) -> None:
