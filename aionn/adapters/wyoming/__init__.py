@@ -8,6 +8,6 @@
     server      the conversation with one satellite, and all of them
 
 A satellite's state is kept here and not in a driver: half a second of sound, a spectrogram and some embeddings. So a driver's death costs
-a stream nothing but time, and a satellite that stalls costs 20 KB. The three models of a wake word run one after the other over bursts to
+a stream nothing but time, and a satellite that stalls costs 80 KB. The three models of a wake word run one after the other over bursts to
 one driver. The step between two of them is a small array operation on the state, which is done here.
 """
