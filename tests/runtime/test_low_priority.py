@@ -258,7 +258,8 @@ class Start:
         return self.cpu_ms.pop(0) * 10**6 if self.cpu_ms else 0
 
 
-async def test_a_low_driver_that_starts_slowly_is_given_time_while_it_gets_some(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("priority", ["low", "medium"])
+async def test_a_driver_that_starts_slowly_is_given_time_while_it_gets_some(monkeypatch: pytest.MonkeyPatch, priority: Any) -> None:
     monkeypatch.setattr(process_module, "START_S", 0.05)
     monkeypatch.setattr(process_module, "_CPU_LOOK_S", 0.01)
     start = Start(10, 20, 30)  # then no more
@@ -268,13 +269,13 @@ async def test_a_low_driver_that_starts_slowly_is_given_time_while_it_gets_some(
             with monkeypatch.context() as patch:
                 patch.setattr(process_module, "waiting_cpu_ns", start.look)
                 with anyio.fail_after(PATIENCE_S), pytest.raises(aionn.DriverHungError):
-                    await runtime.compile(MODEL, devices=(fake.name,), priority="low")
+                    await runtime.compile(MODEL, devices=(fake.name,), priority=priority)
             assert start.looks == 4
             start.cpu_ms = [10, 20, 30]
             fake.behave()
             with monkeypatch.context() as patch:  # it greets while it is waited for
                 patch.setattr(process_module, "_CPU_LOOK_S", 20.0)
                 patch.setattr(process_module, "waiting_cpu_ns", start.look)
-                low = await runtime.compile(MODEL, devices=(fake.name,), priority="low")
-                assert (await low.compute(FRAME))["y"][0, 4] == Priority.LOW
+                compiled = await runtime.compile(MODEL, devices=(fake.name,), priority=priority)
+                assert (await compiled.compute(FRAME))["y"][0, 4] == Priority[priority.upper()]
             assert start.looks == 5

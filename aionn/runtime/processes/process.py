@@ -47,10 +47,11 @@ if TYPE_CHECKING:  # most apps have no service
 logger = logging.getLogger("aionn.driver")
 
 START_S = 60.0
-"""A driver must greet within this time: importing an engine from a cold disk takes seconds. While it waits for a CPU, it may take more."""
+"""A driver must greet within this time: importing an engine from a cold disk takes seconds. While it waits for a CPU, it may take more,
+until it has used this much CPU time. So many drivers that are asked for at once on few CPUs all start."""
 
 _CPU_LOOK_S = 5.0
-"""Under SCHED_IDLE a start is given up when it has got no CPU time at all for so long."""
+"""Beyond START_S, a start is given up when it has got no CPU time at all for so long."""
 
 
 class DriverProcess:
@@ -136,13 +137,13 @@ class DriverProcess:
         Raises:
             DeviceUnavailableError: the driver reported that it cannot serve.
             DriverDiedError: the driver ended first.
-            DriverHungError: the driver did not greet within START_S and has been killed.
+            DriverHungError: the driver did not greet in time (`START_S`) and has been killed.
             CallerError: the runtime was closed meanwhile.
         """
         seconds, cpu_ns = START_S - (time.monotonic_ns() - self.life.started_ns) / 1e9, 0
         with anyio.move_on_after(max(0.0, seconds)):
             await self._started.wait()
-        while self._when_idle and not self._started.is_set() and cpu_ns < (used_ns := waiting_cpu_ns(self.pid)) < START_S * 1e9:
+        while not self._started.is_set() and cpu_ns < (used_ns := waiting_cpu_ns(self.pid)) < START_S * 1e9:
             cpu_ns = used_ns
             with anyio.move_on_after(_CPU_LOOK_S):
                 await self._started.wait()
