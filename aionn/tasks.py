@@ -109,6 +109,20 @@ class Tasks(Protocol):
     def start_soon(self, work: Callable[..., Coroutine[Any, Any, Any]], /, *args: Any, name: str | None = None) -> object: ...
 
 
+def start_in(group: TaskGroup, work: Callable[..., Coroutine[Any, Any, Any]], /, *args: Any, name: str | None = None) -> None:
+    """Start a task in a task group of anyio, from a task or from a callback of the loop.
+
+    anyio asks sniffio which library runs, if a package of the app brings it. In a callback sniffio finds none by itself.
+    """
+    library = getattr(sys.modules.get("sniffio"), "current_async_library_cvar", None)
+    said = None if library is None else library.set("asyncio")
+    try:
+        group.start_soon(work, *args, name=name)
+    finally:
+        if library is not None:
+            library.reset(said)
+
+
 class OwnedTasks:
     """A task group in a separate task. Any task of the loop may open it, start tasks in it and close it.
 
@@ -154,14 +168,7 @@ class OwnedTasks:
         """
         if self._group is None:
             raise CallerError("the runtime was closed")
-        # anyio asks sniffio which library runs, if a package of the app brings it. In a callback of the loop sniffio finds none by itself.
-        library = getattr(sys.modules.get("sniffio"), "current_async_library_cvar", None)
-        said = None if library is None else library.set("asyncio")
-        try:
-            self._group.start_soon(self._guarded, work, args, name=name)
-        finally:
-            if library is not None:
-                library.reset(said)
+        start_in(self._group, self._guarded, work, args, name=name)
 
     async def aclose(self, wait_s: float) -> None:
         """End the group, and wait at most `wait_s` seconds for its end. A cancelled caller leaves at once, and the end goes on.

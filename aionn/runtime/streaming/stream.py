@@ -39,7 +39,7 @@ from aionn.runtime.executing.arguments import Outputs
 from aionn.runtime.streaming.any_connection import AnyConnection
 from aionn.runtime.streaming.frame import leases_here
 from aionn.runtime.streaming.item import Arrivals, Entry, Item, SourceThread
-from aionn.tasks import bounded_shield
+from aionn.tasks import bounded_shield, start_in
 
 if TYPE_CHECKING:
     from anyio.abc import TaskGroup
@@ -300,7 +300,7 @@ class Stream:
         entry.admit()
         self._entries.append(entry)
         self._computing += 1
-        self._tasks.start_soon(self._compute, entry)
+        start_in(self._tasks, self._compute, entry)  # perhaps in a callback
         self._changed.set()
 
     async def _compute(self, entry: Entry) -> None:
