@@ -26,6 +26,7 @@ extra `cli`, which an app that imports aionn does not need.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 
 __all__ = ["main"]
 
@@ -40,7 +41,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code.
     """
     import sys
-    from importlib.util import find_spec
 
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
