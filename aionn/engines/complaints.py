@@ -52,6 +52,11 @@ def reference_failure(error: Exception) -> ExecutionError:
     return _failure(re.sub(_CLASS, r"\1", str(error)), error)
 
 
+def cancelled() -> CompilationError:
+    """Return the error of a compilation whose caller has stopped waiting."""
+    return CompilationError("the compilation was cancelled because its caller stopped waiting", reason="cancelled")
+
+
 def _failure(sentence: str, error: Exception) -> ExecutionError:
     text = " ".join(re.sub(_PLACE, "", sentence).split()) or "the library gave no reason"
     failure = ExecutionError(text, status=ErrorStatus.GENERAL_FAILURE)

@@ -25,6 +25,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from aionn.engines.complaints import cancelled
+from aionn.engines.elements import deliver
 from aionn.errors import CallerError, CompilationError, DeviceUnavailableError
 from aionn.hal.engine import Artifact, CompileOptions, Executable, ExecutionReport
 from aionn.hal.model import PooledModel, model_bytes
@@ -124,7 +126,7 @@ class LiteRTEngine:
 
     def _executable(self, content: bytes, shapes: Shapes, options: CompileOptions) -> LiteRTExecutable:
         if options.cancelled.is_set():
-            raise CompilationError("the compilation was cancelled because its caller stopped waiting", reason="cancelled")
+            raise cancelled()
         if content[4:8] != _MARK:
             raise CompilationError("these bytes are not a .tflite file, whose fifth to eighth bytes are 'TFL3'")
         kinds = self._litert.OpResolverType
@@ -184,14 +186,8 @@ class LiteRTExecutable:
         began_ns = time.monotonic_ns()
         self._interpreter.invoke()
         took_ns = time.monotonic_ns() - began_ns
-        made: dict[str, Array] = {}
-        for name, (index, _) in self.outputs.items():
-            result = self._interpreter.get_tensor(index)
-            given = outputs.get(name)
-            if given is not None and given.shape == result.shape:
-                np.copyto(given, result)
-            else:
-                made[name] = result
+        made = {name: self._interpreter.get_tensor(index) for name, (index, _) in self.outputs.items()}
+        deliver(made, outputs)
         return ExecutionReport(made, took_ns if timing else None)
 
 

@@ -50,7 +50,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from aionn.engines.complaints import compilation_error, onnxruntime_failure, without_status
+from aionn.engines.complaints import cancelled, compilation_error, onnxruntime_failure, without_status
 from aionn.engines.elements import PACKED_BITS, PackedRuns, pack, packed_bytes, run_apart
 from aionn.engines.onnxruntime_artifact import (
     ARTIFACT_FORMAT,
@@ -319,7 +319,6 @@ as much as ORT's copies of so many bytes. In models at hand a fifth of the weigh
 
 _Kernels = Mapping[tuple[str, str], Sequence[tuple[int, int]]]
 
-_CANCELLED = "the compilation was cancelled because its caller stopped waiting"
 _FATAL_ONLY = 4  # every error is raised as well, and a driver's stderr is for messages that have no other way
 
 
@@ -512,7 +511,7 @@ class OnnxRuntimeEngine:
             with Flushing(_flush(options)):
                 return self._ort.InferenceSession(graph, settings, providers=[self._provider(options)], enable_fallback=0)
         except self._native.ModelLoadCanceled as error:
-            raise CompilationError(_CANCELLED, reason="cancelled") from error
+            raise cancelled() from error
         except Exception as error:  # ORT's exceptions have no common base but this
             if "fallback to CPU EP has been explicitly disabled" in str(error):
                 raise CompilationError(

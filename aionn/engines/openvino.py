@@ -36,7 +36,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from aionn.engines.complaints import openvino_failure
+from aionn.engines.complaints import cancelled, openvino_failure
 from aionn.engines.elements import PACKED_BITS, PackedRuns, as_bytes, deliver, run_apart
 from aionn.engines.processor import Flushing, instruction_set, run_threads
 from aionn.errors import CallerError, CompilationError, DeviceUnavailableError
@@ -445,7 +445,7 @@ def _writable(array: NDArray[Any]) -> NDArray[Any] | None:
 
 def _check_wanted(options: CompileOptions) -> None:
     if options.cancelled.is_set():
-        raise CompilationError("the compilation was cancelled because its caller stopped waiting", reason="cancelled")
+        raise cancelled()
 
 
 def _check_tensors(model: PooledModel) -> None:

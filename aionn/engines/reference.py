@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from aionn.engines.complaints import reference_failure
+from aionn.engines.complaints import cancelled, reference_failure
 from aionn.engines.elements import deliver
 from aionn.errors import CompilationError, DeviceUnavailableError
 from aionn.hal.engine import Artifact, CompileOptions, Executable, ExecutionReport
@@ -69,7 +69,7 @@ class ReferenceEngine:
         from aionn.graph.constants import embed_constants
 
         if options.cancelled.is_set():
-            raise CompilationError("the compilation was cancelled because its caller stopped waiting", reason="cancelled")
+            raise cancelled()
         missing = next((o for o, known in zip(model.operations, self.supported_operations(model), strict=True) if not known), None)
         if missing is not None:
             reason = f"onnx has no reference implementation of {missing.op_type!r} in domain {missing.domain!r}"
