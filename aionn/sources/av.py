@@ -461,7 +461,7 @@ class _Pace:
         self._began_s: float | None = None
 
     def wait(self, time_s: float | None) -> bool:
-        """Return when it is time for what is `time_s` seconds into the source. False: there is no pace."""
+        """Wait until what is `time_s` seconds into the source is due. Returns whether the source is paced."""
         if not self._wanted or time_s is None:
             return False
         now_s = time.monotonic()
