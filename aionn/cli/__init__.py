@@ -26,7 +26,6 @@ extra `cli`, which an app that imports aionn does not need.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib.util import find_spec
 
 __all__ = ["main"]
 
@@ -46,12 +45,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if given[:1] == ["top"] and _printed_snapshot(given):
             return 0
-        missing = [package for package in ("cyclopts", "rich") if find_spec(package) is None]
-        if missing:
+        try:
+            from aionn.cli.commands import run_command
+        except ModuleNotFoundError:
+            from importlib.util import find_spec
+
+            missing = [package for package in ("cyclopts", "rich") if find_spec(package) is None]
+            if not missing:
+                raise
             print(f"aionn: the commands need {' and '.join(missing)}, not installed here; run pip install 'aionn[cli]'", file=sys.stderr)
             return 1
-        from aionn.cli.commands import run_command
-
         return run_command(arguments)
     except KeyboardInterrupt:
         print("aionn: interrupted", file=sys.stderr)

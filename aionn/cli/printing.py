@@ -52,9 +52,9 @@ def address_of(listen: str, option: str = "--listen") -> tuple[str, int]:
     return host, int(parts["port"])
 
 
-def url_of(host: str, port: int) -> str:
+def url_of(host: str, port: int, scheme: str = "http") -> str:
     """Return the address as a URL without a path."""
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def error_console() -> Console:

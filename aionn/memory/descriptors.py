@@ -44,7 +44,6 @@ F_SEAL_SHRINK = 0x2
 SIZE_SEALS = 0x2 | 0x4
 F_SEAL_WRITE = 0x8
 F_SEAL_FUTURE_WRITE = 0x10  # Linux 5.1
-_O_PATH = 0o10000000
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
@@ -87,8 +86,8 @@ def check_descriptor(fd: int, description: MemoryDescription, *, write_through: 
             f"memory of kind {kind.value}: the descriptor is {_file_type(status.st_mode)}; expected a regular file, a memfd or a dma-buf"
         )
     access = flags & os.O_ACCMODE
-    if flags & _O_PATH or access == os.O_WRONLY:
-        how = "with O_PATH" if flags & _O_PATH else "for writing only"
+    if flags & os.O_PATH or access == os.O_WRONLY:
+        how = "with O_PATH" if flags & os.O_PATH else "for writing only"
         raise CallerError(f"memory of kind {kind.value}: the descriptor was opened {how}; open it for reading, or for reading and writing")
     if write_through and access != os.O_RDWR:
         raise CallerError(

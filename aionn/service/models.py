@@ -52,9 +52,6 @@ OPTIONS = ("preference", "priority", "threads", "instances")
 """What a client may say about how its model is prepared, as `Runtime.compile` takes it."""
 
 
-_O_PATH = 0o10000000  # such a descriptor proves no right to read, and the service would open the file by its own rights
-
-
 def cache_folder(user: str = "service") -> str:
     """Return where compilations for clients without a loop are kept. Another command than `aionn serve` gives its name."""
     return os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "aionn", user)
@@ -137,7 +134,8 @@ def _checked_file(fd: int) -> os.stat_result:
         CallerError: the descriptor gives no right to read a file.
     """
     found, flags = os.fstat(fd), fcntl.fcntl(fd, fcntl.F_GETFL)
-    if not stat.S_ISREG(found.st_mode) or flags & _O_PATH or flags & os.O_ACCMODE == os.O_WRONLY:
+    # One with O_PATH proves no right to read, and the service would open the file by its own rights.
+    if not stat.S_ISREG(found.st_mode) or flags & os.O_PATH or flags & os.O_ACCMODE == os.O_WRONLY:
         raise CallerError("the descriptor of the model is not of a file that can be read; open the model's file for reading")
     return found
 

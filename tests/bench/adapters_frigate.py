@@ -20,13 +20,14 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
 from aionn.adapters.frigate.decoding import rows_of
-from tests.adapters.frigate.detector_client import DetectorClient, folder_of_sockets, serve_frigate
+from tests.adapters.frigate.detector_client import DetectorClient, serve_frigate
 from tests.adapters.frigate.detector_models import KINDS
 from tests.bench.adapters_detector import DetectorProcess
 from tests.bench.real_report import Lanes, NotAvailableError, Options, Report, Taken, ratios
 from tests.bench.starts import divided
 from tests.bench.starts_processes import descendants, group_bytes
 from tests.cli.serving import Serving
+from tests.service.served import serving as folder_of_sockets
 
 MODEL = "yolo.onnx"
 SIDE, CAMERAS, RATE = 320, 6, 10.0

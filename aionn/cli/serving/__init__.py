@@ -3,5 +3,5 @@
 http       `aionn serve-http`
 frigate    `aionn serve-frigate`
 wyoming    `aionn serve-wyoming`
-listening  the TCP socket of such a command
+listening  the TCP socket of such a command, and its end by SIGTERM
 """

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
-import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import anyio
-
 import aionn
 from aionn.cli.printing import NotDoneError, UsageError, say
+from aionn.cli.serving.listening import until_sigterm
 from aionn.driver.beginning import raise_file_limit
-from aionn.errors import AionnError, CallerError
+from aionn.errors import AionnError
 from aionn.service.listening import Listening, listen
 from aionn.service.models import cache_folder
 
@@ -49,7 +46,8 @@ def serve(options: ServeFrigateOptions) -> None:
 
     Raises:
         UsageError: an option is wrong.
-        NotDoneError: the endpoint cannot be listened on, or the model cannot be prepared.
+        NotDoneError: the model cannot be prepared.
+        AionnError: the endpoint cannot be listened on.
     """
     path = options.endpoint.removeprefix(_SCHEME)
     if path == options.endpoint or not os.path.isabs(path):
@@ -61,12 +59,7 @@ def serve(options: ServeFrigateOptions) -> None:
     if options.model is not None and not Path(options.model).is_file():
         raise UsageError(f"there is no file {options.model!r}; give the path of an ONNX file")
     raise_file_limit()  # each client takes a descriptor
-    try:
-        listening = listen(path, "--endpoint", "stop it, or give another path with --endpoint")
-    except CallerError:
-        raise
-    except AionnError as error:
-        raise NotDoneError(str(error)) from error
+    listening = listen(path, "--endpoint", "stop it, or give another path with --endpoint")
     try:
         aionn.run(_serve, listening, options)
     finally:
@@ -77,8 +70,7 @@ async def _serve(listening: Listening, options: ServeFrigateOptions) -> None:
     compile_options: dict[str, Any] = {"threads": options.threads, "cache_dir": options.cache_dir or cache_folder("frigate")}
     if options.device:
         compile_options["devices"] = tuple(options.device)
-    with anyio.CancelScope() as scope:
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, scope.cancel)
+    with until_sigterm():
         start = None if options.model and not options.device else ()  # no driver that no model needs yet
         async with aionn.Runtime(name="frigate", service=options.service, state_dir=options.state_dir, start=start) as runtime:
             detectors = Detectors(runtime, compile_options, options.max_model_bytes)

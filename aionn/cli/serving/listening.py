@@ -1,9 +1,15 @@
-"""The TCP socket on which a command listens."""
+"""The TCP socket on which a command listens, and the signal that ends it."""
 
 from __future__ import annotations
 
+import asyncio
 import os
+import signal
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import anyio
 
 from aionn.cli.printing import NotDoneError, address_of
 
@@ -27,3 +33,11 @@ def tcp_socket(listen: str, option: str) -> socket.socket:
         # The text of some errors has the address, too.
         reason = os.strerror(error.errno) if error.errno else str(error)
         raise NotDoneError(f"cannot listen on {listen}: {reason}; give another address with {option}") from error
+
+
+@contextmanager
+def until_sigterm() -> Iterator[None]:
+    """Cancel the body when SIGTERM comes, and go on behind it. For the main thread's event loop."""
+    with anyio.CancelScope() as scope:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, scope.cancel)
+        yield

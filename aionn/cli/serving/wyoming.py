@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
-import signal
 import socket
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-import anyio
-import uvloop
-
 import aionn
-from aionn.cli.printing import NotDoneError, UsageError, say, show_warnings
-from aionn.cli.serving.listening import tcp_socket
+from aionn.cli.printing import UsageError, say, show_warnings, url_of
+from aionn.cli.serving.listening import tcp_socket, until_sigterm
 from aionn.driver.beginning import raise_file_limit
-from aionn.errors import AionnError, CallerError
 from aionn.service.listening import listen
 
 try:
@@ -45,7 +39,8 @@ def serve(options: ServeWyomingOptions) -> None:
 
     Raises:
         UsageError: an option is wrong.
-        NotDoneError: the address cannot be listened on, or a model cannot be opened.
+        NotDoneError: the address cannot be listened on.
+        AionnError: a model cannot be opened.
     """
     if not 0 < options.threshold < 1:
         raise UsageError(f"--threshold {options.threshold:g}: give a score between 0 and 1")
@@ -53,11 +48,7 @@ def serve(options: ServeWyomingOptions) -> None:
     raise_file_limit()  # each satellite takes a descriptor
     sock, where, end = _listening(options.uri)
     try:
-        uvloop.run(_serve(options, sock, where))
-    except CallerError:
-        raise
-    except AionnError as error:
-        raise NotDoneError(str(error)) from error
+        aionn.run(_serve, options, sock, where)
     finally:
         end()
 
@@ -68,7 +59,7 @@ def _listening(uri: str) -> tuple[socket.socket, str, Callable[[], None]]:
     if parts.scheme == "tcp" and not parts.path.strip("/"):
         sock = tcp_socket(parts.netloc, "--uri")
         host, port = sock.getsockname()[:2]
-        return sock, f"tcp://{f'[{host}]' if ':' in host else host}:{port}", sock.close
+        return sock, url_of(host, port, "tcp"), sock.close
     if parts.scheme == "unix" and not parts.netloc and parts.path:
         listening = listen(os.path.abspath(parts.path), "--uri", "give another path with --uri")
         return listening.sock, f"unix://{listening.path}", listening.end
@@ -76,8 +67,7 @@ def _listening(uri: str) -> tuple[socket.socket, str, Callable[[], None]]:
 
 
 async def _serve(options: ServeWyomingOptions, sock: socket.socket, where: str) -> None:
-    with anyio.CancelScope() as scope:
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, scope.cancel)
+    with until_sigterm():
         async with aionn.Runtime(start=(), name="serve-wyoming", service=options.service) as runtime, AsyncExitStack() as stack:
             heard = await open_models(runtime, stack, options.models, options.features, options.threshold)
             hears = [*heard.words, *(["voice activity"] if heard.voice is not None else [])]

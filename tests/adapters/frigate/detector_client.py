@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -75,16 +73,6 @@ class DetectorClient:
             return None
         assert [len(frame) for frame in answer] == [20 * 6 * 4]
         return np.frombuffer(answer[0], np.float32).reshape(20, 6)
-
-
-@contextmanager
-def folder_of_sockets() -> Iterator[Path]:
-    """A private folder whose path is short, as a socket's must be."""
-    folder = Path(tempfile.mkdtemp(prefix="aionn-frigate-", dir="/tmp"))
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager

@@ -14,9 +14,10 @@ import pytest
 import zmq
 
 from aionn.testing import FakeDevice, fake_model
-from tests.adapters.frigate.detector_client import DetectorClient, folder_of_sockets, serve_frigate
+from tests.adapters.frigate.detector_client import DetectorClient, serve_frigate
 from tests.adapters.frigate.detector_models import KINDS
 from tests.cli.serving import Serving
+from tests.service.served import serving as folder_of_sockets
 
 FLAT_BYTES = 24_000_000
 """How much memory may change between two looks. A client that could fill memory would send more by far."""

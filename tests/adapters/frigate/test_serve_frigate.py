@@ -24,9 +24,10 @@ from numpy.typing import NDArray
 from aionn.cli import main
 from aionn.cli.checks.frigate import frigate
 from aionn.testing import FakeDevice, fake_model, identity_model
-from tests.adapters.frigate.detector_client import DetectorClient, folder_of_sockets, serve_frigate
+from tests.adapters.frigate.detector_client import DetectorClient, serve_frigate
 from tests.adapters.frigate.detector_models import KINDS, Kind
 from tests.service.served import Served
+from tests.service.served import serving as folder_of_sockets
 
 PATIENT = ("--timeout-ms", "30000")
 """No timing of a busy machine decides a test that is not about time."""
