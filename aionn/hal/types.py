@@ -78,6 +78,8 @@ class OperandType(enum.Enum):
     UINT2 = "uint2"
     STRING = "string"
 
+    __hash__ = object.__hash__  # a member equals only itself, and the hash of `Enum` is written in Python
+
     @property
     def dtype(self) -> np.dtype[np.generic]:
         """The dtype of one element, in native byte order. The first use of a type that NumPy lacks imports ml_dtypes.
@@ -187,7 +189,7 @@ class Operand:
 
     def accepts(self, shape: tuple[int, ...]) -> bool:
         """Return whether a tensor of that concrete shape fits."""
-        if self.dimensions is None:
+        if self.dimensions is None or shape == self.dimensions:
             return True
         return len(shape) == len(self.dimensions) and all(want in (0, got) for want, got in zip(self.dimensions, shape, strict=True))
 

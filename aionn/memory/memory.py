@@ -243,8 +243,7 @@ class Memory(ClosedByWith):
         Raises:
             CallerError: the sizes differ, or the shape is not known.
         """
-        self._living()
-        size = self.size_bytes
+        pool, size = self._living(), self.size_bytes
         shape = self.shape if shape is None else extents_of(shape)
         known = operand.dimensions if shape is None else shape
         if shape is not None and not operand.accepts(shape):
@@ -257,14 +256,15 @@ class Memory(ClosedByWith):
         row_bytes = operand.type.element_bytes
         for extent in known:
             row_bytes *= extent or 1
-        found = tuple(extent or size // row_bytes for extent in known)
-        needed = row_bytes * (size // row_bytes if 0 in known else 1)
+        is_open = 0 in known
+        found = tuple([extent or size // row_bytes for extent in known]) if is_open else known
+        needed = row_bytes * (size // row_bytes if is_open else 1)
         if needed != size or 0 in found:
             raise CallerError(
                 f"memory of {size} bytes was given for an operand {operand.type.value} {known}, which takes "
-                f"{'a multiple of ' if 0 in known else ''}{row_bytes} bytes; pass a slice of the same size"
+                f"{'a multiple of ' if is_open else ''}{row_bytes} bytes; pass a slice of the same size"
             )
-        return self[:], found
+        return _part(pool, self.offset_bytes, size), found
 
     def __getitem__(self, index: slice) -> Memory:
         """Return another `Memory` over a part of the bytes: `memory[begin:end]`, in bytes.
@@ -284,9 +284,7 @@ class Memory(ClosedByWith):
         begin, end = begin or 0, self.size_bytes if end is None else end
         if not 0 <= begin < end <= self.size_bytes:
             raise CallerError(f"memory[{begin}:{end}] of {self.size_bytes} bytes: expected a slice of at least one byte within the memory")
-        part = Memory.__new__(Memory)
-        part._open(pool, self.offset_bytes + begin, end - begin)
-        return part
+        return _part(pool, self.offset_bytes + begin, end - begin)
 
     def shaped(self, shape: tuple[int, ...]) -> Memory:
         """Return another `Memory` over the same bytes, as a tensor of that shape, for operands with several open dimensions.
@@ -328,6 +326,12 @@ class Memory(ClosedByWith):
     def __repr__(self) -> str:
         state = "closed" if self._pool is None else self._pool.region.description.kind.value
         return f"<Memory {state}, bytes {self.offset_bytes} to {self.offset_bytes + self.size_bytes} of its pool>"
+
+
+def _part(pool: _Pool, offset_bytes: int, size_bytes: int) -> Memory:
+    part = Memory.__new__(Memory)
+    part._open(pool, offset_bytes, size_bytes)
+    return part
 
 
 def whole_of(memory: Memory) -> Memory:

@@ -567,15 +567,18 @@ async def test_a_retry_with_more_room_does_not_wait_for_its_dependencies_again(g
         await dependent
 
 
-async def test_a_hostile_answer_about_dependencies_fails_the_event_alone(first: aionn.Compilation, monkeypatch: pytest.MonkeyPatch) -> None:
-    take = Started._take
+async def test_a_hostile_answer_about_dependencies_fails_the_event_alone(
+    first: aionn.Compilation, gate: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answered = Started._found
 
-    def lied_to(started: Started, serving: Any, found: Any) -> None:
-        take(started, serving, msgspec.structs.replace(found, failed=12345))
+    def lied_to(started: Started, serving: Any, settled: Any, found: Any) -> None:
+        answered(started, serving, settled, msgspec.structs.replace(found, failed=12345))
 
-    monkeypatch.setattr(Started, "_take", lied_to)
+    monkeypatch.setattr(Started, "_found", lied_to)
+    os.eventfd_write(gate, 1)
     with pytest.raises(aionn.ExecutionError, match="dependency 12345"):
-        await first.start({"x": X})
+        await first.start({"x": X}, after=(gate,))
     monkeypatch.undo()
     np.testing.assert_array_equal((await first.start({"x": X}))["y"], X)
 

@@ -53,37 +53,25 @@ class After:
             os.close(fd)
 
 
-class Dependencies:
-    """The dependencies of one start, checked. Those that are not taken are closed."""
+def dependencies_of(after: Any) -> tuple[After, ...]:
+    """Check and duplicate what an app passes as `after`. Each dependency must be closed.
 
-    def __init__(self, after: Any) -> None:
-        """Check and duplicate what an app passes as `after`.
-
-        Raises:
-            CallerError: something is not an event, or a descriptor that can be waited for.
-            MemoryAllocationError: no file descriptor is left.
-        """
-        self._found: list[After] = []
-        if isinstance(after, Event | int | str | bytes) or not isinstance(after, Iterable):
-            refuse_coroutine(after, "what was passed for after")
-            raise CallerError(f"after: expected a tuple of events and descriptors, got {type(after).__name__}; write after=(event,)")
-        try:
-            for value in after:
-                self._found.append(_dependency(value))
-        except BaseException:
-            self.__exit__()
-            raise
-
-    def __enter__(self) -> Dependencies:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for after in self._found:
-            after.close()
-
-    def take(self) -> tuple[After, ...]:
-        found, self._found = self._found, []
-        return tuple(found)
+    Raises:
+        CallerError: something is not an event, or a descriptor that can be waited for.
+        MemoryAllocationError: no file descriptor is left.
+    """
+    if type(after) is not tuple and (isinstance(after, Event | int | str | bytes) or not isinstance(after, Iterable)):
+        refuse_coroutine(after, "what was passed for after")
+        raise CallerError(f"after: expected a tuple of events and descriptors, got {type(after).__name__}; write after=(event,)")
+    found: list[After] = []
+    try:
+        for value in after:
+            found.append(_dependency(value))
+    except BaseException:
+        for one in found:
+            one.close()
+        raise
+    return tuple(found)
 
 
 def _dependency(value: Any) -> After:

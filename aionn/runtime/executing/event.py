@@ -48,11 +48,11 @@ class Event:
         True
     """
 
-    def __init__(self, label: str) -> None:
-        """Make an event that is pending."""
+    def __init__(self, label: str, loop: asyncio.AbstractEventLoop) -> None:
+        """Make an event that is pending. `loop`: of the app's tasks, which runs."""
         self.name = f"{label or 'execution'} #{next(_numbers)}"
         self.since_launch: Timing | None = None
-        self._loop = running_loop()
+        self._loop = loop
         self._pid = os.getpid()
         self._fence = -1
         self._asked = False

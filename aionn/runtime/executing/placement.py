@@ -268,9 +268,10 @@ def _place_outputs(
             else:
                 part, shape = _located(value, operand, "output", name)
             placement.held.append(part)
-            if part.pool.access is Access.READ:
+            pool = part.pool
+            if pool.access is Access.READ:
                 raise CallerError(f"output {name!r}: the memory is mapped for reading only; give memory that may be written")
-            placement.outputs[index] = Place(part.pool, part.offset_bytes, part.size_bytes, shape, part.view())
+            placement.outputs[index] = Place(pool, part.offset_bytes, part.size_bytes, shape, part.view())
         else:
             refuse_coroutine(value, f"output {name!r}")
             raise CallerError(f"output {name!r}: a driver cannot write into a {type(value).__name__}; give a Memory or a DeviceMemory")

@@ -42,7 +42,7 @@ from aionn.remote.device import Fenced, Found, RemotePreparedModel
 from aionn.remote.fences import since_launch
 from aionn.runtime.executing.arguments import FrameLayout, check_mapping
 from aionn.runtime.executing.control import control_route
-from aionn.runtime.executing.dependencies import After, Dependencies, check_shapes, give_shapes, kept, shape_of
+from aionn.runtime.executing.dependencies import After, check_shapes, dependencies_of, give_shapes, kept, shape_of
 from aionn.runtime.executing.device_state import DeviceState
 from aionn.runtime.executing.event import (
     Event,
@@ -102,35 +102,38 @@ class Starts:
         self.kept_model.check_usable()
         if self.connection.closed:
             self.connection.begin()
-        check_mapping(inputs)
-        outputs = {} if outputs is None else outputs
-        check_outputs(self.executor.arguments.outputs, outputs)
-        deadline_ns = deadline_of(timeout_s)
+        if type(inputs) is not dict:
+            check_mapping(inputs)
+            inputs = dict(inputs)
+        if outputs is not None:
+            check_outputs(self.executor.arguments.outputs, outputs)
+        deadline_ns = None if timeout_s is None else deadline_of(timeout_s)
         if len(self._pending) >= IN_FLIGHT:
             raise _too_many()
-        given = inputs if type(inputs) is dict else dict(inputs)
-        call = Call(given, dict(outputs), CallOptions(bool(measure_timing), deadline_ns), given)
+        call = Call(inputs, dict(outputs or ()), CallOptions(bool(measure_timing), deadline_ns), inputs)
         admission = self.executor.admission
         place = 0 if admission is None else admission.enter(deadline_ns, self.executor.ended)
+        dependencies: tuple[After, ...] = ()
         try:
-            with Dependencies(after) as dependencies:
-                started = Started(self, Event(label(self.kept_model.model)[:12]), call)
-                started.lay_out()
-                started.after = dependencies.take()
+            dependencies = dependencies_of(after)
+            event = Event(label(self.kept_model.model)[:12], self.kept_model.session.loop)
+            started = Started(self, event, call, dependencies, place)
+            started.lay_out()
         except BaseException:
-            self._leave(place)
+            for dependency in dependencies:
+                dependency.close()
+            if admission is not None:
+                admission.leave(place)
             raise
         self._pending.add(started)
-        started.begin(partial(self._done, started, place))
-        return started.event
+        started.begin()
+        return event
 
-    def _leave(self, place: int) -> None:
+    def note_settled(self, started: Started, place: int) -> None:
+        """Count an execution that is over. `place`: its place in the admission."""
+        self._pending.discard(started)
         if self.executor.admission is not None:
             self.executor.admission.leave(place)
-
-    def _done(self, started: Started, place: int) -> None:
-        self._pending.discard(started)
-        self._leave(place)
         error = error_of(started.event)
         if error is not None:
             self.executor.ended(error)
@@ -154,13 +157,16 @@ class Started(Execution):
         after: what the execution waits for.
     """
 
-    __slots__ = ("_began_ns", "_starts", "_stop", "_waited", "after", "event")
+    __slots__ = ("_began_ns", "_place", "_starts", "_stop", "_timer", "_waited", "after", "event")
 
-    def __init__(self, starts: Starts, event: Event, call: Call) -> None:
+    def __init__(self, starts: Starts, event: Event, call: Call, after: tuple[After, ...], place: int) -> None:
+        """`place`: in the admission, or 0."""
         super().__init__(starts.executor, starts.route, call)
         self.event = event
-        self.after: tuple[After, ...] = ()
+        self.after = after
         self._starts = starts
+        self._place = place
+        self._timer: asyncio.TimerHandle | None = None
         self._stop: Callable[[], None] | None = None
         self._waited: After | None = None  # the request that was sent names its execution
         self._began_ns = 0
@@ -170,17 +176,17 @@ class Started(Execution):
     def lay_out(self) -> None:
         """Check the arguments, and copy the arrays. With device memory they are placed when it is known where that lies."""
         kept_model, call = self._starts.kept_model, self.call
-        states = states_of(call.inputs, call.outputs) if call.placing else {}
+        states = states_of(call.inputs, call.outputs) if self.placing else {}
         serving = kept_model.compiled.serving
         if not states or (serving is not None and all(state.is_ready(advance=advances) for state, advances in states.items())):
-            self._place(serving, states)
+            self._place_arguments(serving, states)
             return
         placed = {name: shape_of(value) for name, value in call.inputs.items() if is_placed(value)}
         self.executor.arguments.shapes_of(call.inputs, placed)
         inputs = {name: kept(value) for name, value in call.inputs.items()}
         self.call = call.with_arguments(inputs, {name: kept(value) for name, value in call.outputs.items()})
 
-    def _place(self, serving: Serving | None, states: Mapping[DeviceState, bool]) -> None:
+    def _place_arguments(self, serving: Serving | None, states: Mapping[DeviceState, bool]) -> None:
         """Place the arguments, and copy the arrays into a frame. `states`: see `states_of`."""
         call = self.call
         model = self._starts.kept_model.model if serving is None else serving.model
@@ -194,22 +200,13 @@ class Started(Execution):
             raise
         self.call = call.with_arguments({}, call.outputs)
 
-    def begin(self, over: Callable[[], None]) -> None:
-        """Send the request now if that can be done, else in a task. `over` is called when the event is settled."""
-        session, compiled = self._starts.kept_model.session, self._starts.kept_model.compiled
-        timer = None
-        deadline_ns = self.call.options.deadline_ns
+    def begin(self) -> None:
+        """Send the request now if that can be done, else in a task."""
+        kept_model, deadline_ns = self._starts.kept_model, self.call.options.deadline_ns
         if deadline_ns is not None:
-            timer = session.loop.call_later(seconds_until(deadline_ns), self._late)
-
-        def note_settled() -> None:
-            if timer is not None:
-                timer.cancel()
-            over()
-            self._release_held()
-
-        when_settled(self.event, note_settled)
-        compiled.use.touches += 1
+            self._timer = kept_model.session.loop.call_later(seconds_until(deadline_ns), self._late)
+        when_settled(self.event, self._release_held)
+        kept_model.compiled.use.touches += 1
         self._go_on()
 
     def _go_on(self) -> None:
@@ -239,7 +236,7 @@ class Started(Execution):
             if self.event.done():
                 return
             if self.state is WAITING:
-                self._place(channel.serving, states)
+                self._place_arguments(channel.serving, states)
             if not self._send(channel.serving):  # the queue is full
                 self._act(SEND)
                 await channel.send(self)
@@ -305,7 +302,8 @@ class Started(Execution):
             self._stop = partial(link.make_late, sent)
             if waited is not None and waited.event is not None:
                 when_settled(waited.event, self._conclude)
-        placement.left()
+        if placement.used:
+            placement.left()
         return True
 
     def answered(self, result: Result | None) -> None:
@@ -318,30 +316,29 @@ class Started(Execution):
 
     def _conclude(self) -> None:
         """Settle the event by the answer, or by the end of the execution that the request names. Both must have come."""
-        try:
-            self._conclude_by(self._waited)
-        except Exception as error:  # an error here would end the burst
-            settle(self.event, error)
-
-    def _conclude_by(self, waited: After | None) -> None:
-        link, result = self.channel, self.result
+        waited, link, result = self._waited, self.channel, self.result
         if self.event.done():
             return
-        if waited is not None and waited.failed:
-            raise _dependency_failed(self.executor, waited.event, self.after.index(waited))
-        if self.state is not ANSWERED:
-            return
-        assert isinstance(link, Link)
-        if result is None:
-            if link.controller.ended_by is not None:
-                error = link.controller.why_over()
-                used = self.placement is not None and bool(self.placement.used)
-                settle(self.event, lost_with(error.device, error) if used and isinstance(error, DriverDiedError) else error)
-        elif waited is None or waited.done:
-            if waited is not None and result.message == FORFEITED:
-                self._send_again(link.serving, self.layout)
-            else:
-                self._take(link.serving, FencedResult(result, None, since_launch(result, time.monotonic_ns() - self._began_ns)))
+        try:
+            if waited is not None and waited.failed:
+                raise _dependency_failed(self.executor, waited.event, self.after.index(waited))
+            if self.state is not ANSWERED:
+                return
+            assert isinstance(link, Link)
+            if result is None:
+                if link.controller.ended_by is not None:
+                    error = link.controller.why_over()
+                    used = self.placement is not None and bool(self.placement.used)
+                    settle(self.event, lost_with(error.device, error) if used and isinstance(error, DriverDiedError) else error)
+            elif waited is None or waited.done:
+                if waited is not None and result.message == FORFEITED:
+                    self._send_again(link.serving, self.layout)
+                    return
+                if self._began_ns:
+                    self.event.since_launch = since_launch(result, time.monotonic_ns() - self._began_ns)
+                self._take(link.serving, result)
+        except Exception as error:  # an error here would end the burst
+            settle(self.event, error)
 
     # --- with fences -----------------------------------------------------------------------------------------------------
 
@@ -387,31 +384,31 @@ class Started(Execution):
             return
         try:
             if isinstance(found, FencedResult):
-                self._take(serving, found)
+                if found.failed is not None:
+                    waited = [(number, after.event) for number, after in enumerate(self.after) if after.sent]
+                    number, event = waited[found.failed] if 0 <= found.failed < len(waited) else (found.failed, None)
+                    raise _dependency_failed(self.executor, event, number)
+                if self.call.options.measure_timing:
+                    self.event.since_launch = found.since_launch
+                self._take(serving, found.result)
             else:
                 settle(self.event, lost_with(found.device, found) if uses_states and isinstance(found, DriverDiedError) else found)
         except Exception as error:  # an error here would end the driver's connection
             settle(self.event, error)
 
-    def _take(self, serving: Serving, found: FencedResult) -> None:
+    def _take(self, serving: Serving, result: Result) -> None:
         """Settle the event by the driver's answer, or send the request again with more room."""
-        executor, placement, result = self.executor, self.placement, found.result
+        executor, placement = self.executor, self.placement
         assert placement is not None
-        if found.failed is not None:
-            waited = [(number, after.event) for number, after in enumerate(self.after) if after.sent]
-            number, event = waited[found.failed] if 0 <= found.failed < len(waited) else (found.failed, None)
-            raise _dependency_failed(executor, event, number)
         if result.status is not ErrorStatus.NONE:
             if self.widen():
                 assert self._room is not None
                 self._send_again(serving, self._room)
                 return
             raise executor.failure(serving, result, None if placement.inputs else self.layout.inputs_in(self.lent))
-        check_shapes(placement, result, list(serving.model.outputs))
-        outputs = self.outputs(serving)
-        if self.call.options.measure_timing:
-            self.event.since_launch = found.since_launch
-        settle(self.event, outputs)
+        if result.output_shapes:
+            check_shapes(placement, result, list(serving.model.outputs))
+        settle(self.event, self.outputs(serving))
 
     def _send_again(self, serving: Serving, layout: FrameLayout) -> None:
         """Send the request once more, perhaps with more room for its outputs. It keeps its event and what it has placed.
@@ -439,6 +436,9 @@ class Started(Execution):
 
     def _release_held(self) -> None:
         """Give back what the execution holds, once its event is settled. What the driver may still touch is given back with its answer."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._starts.note_settled(self, self._place)
         for after in self.after:
             after.close()
         stop, self._stop = self._stop, None
