@@ -226,7 +226,7 @@ def serve_frigate(
         endpoint: The socket, as ipc:///run/aionn/frigate. Its folder must belong to this user. Default: that of Frigate's detector.
         model: Path of an ONNX file, which serves every detector. Default: each detector sends its own.
         device: Name of a device that may run the models; give it again for more. Default: the best one that can run each model.
-        service: Use the drivers of `aionn serve`: the path of its socket, or auto.
+        service: Use the drivers of `aionn serve`: the path of its socket, or auto for a service that may not be there.
         timeout_ms: What is not computed in so many milliseconds is not answered. Give the request_timeout_ms of Frigate's detector.
         max_model: The largest model that a detector may send, as 500000000, 500M or 2G (powers of 1000).
         cache_dir: Take compilations from this cache, and store them there. Default: $XDG_CACHE_HOME/aionn/frigate, else

@@ -347,7 +347,9 @@ class OnnxRuntimeEngine:
             import onnxruntime
             from onnxruntime.capi import onnxruntime_pybind11_state as native
         except ImportError as error:
-            why = f"device {self.name!r} needs the package onnxruntime, which cannot be imported ({error}); pip install aionn[onnxruntime]"
+            why = (
+                f"device {self.name!r} needs the package onnxruntime, which cannot be imported ({error}); pip install 'aionn[onnxruntime]'"
+            )
             raise DeviceUnavailableError(self.name, why) from error
         self._ort = onnxruntime
         self._native = native

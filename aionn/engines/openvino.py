@@ -206,7 +206,7 @@ class OpenVINOEngine:
         try:
             openvino = _openvino()
         except ImportError as error:
-            why = f"device {self.name!r} needs the package openvino, which cannot be imported ({error}); pip install aionn[openvino]"
+            why = f"device {self.name!r} needs the package openvino, which cannot be imported ({error}); pip install 'aionn[openvino]'"
             raise DeviceUnavailableError(self.name, why) from error
         self._ov = openvino
         self._core = openvino.Core()

@@ -136,4 +136,5 @@ def _check_folder(folder: str, option: str) -> None:
             f"the folder {folder} belongs to user {found.st_uid}; the service listens only in a folder of the user that runs it"
         )
     if stat.S_IMODE(found.st_mode) & 0o022:
-        raise CallerError(f"others may write to the folder {folder}; remove that right (chmod go-w), or give another path with {option}")
+        way_out = "" if found.st_mode & stat.S_ISVTX else "remove that right (chmod go-w), or "  # /tmp must stay as it is
+        raise CallerError(f"others may write to the folder {folder}; {way_out}give a path in a folder of this user's with {option}")

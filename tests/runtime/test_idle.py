@@ -355,7 +355,7 @@ async def test_an_idle_end_counts_as_no_death(
         await kill_under(device.pid, lambda: compilation.compute(x(1)))
         caplog.clear()
         await compilation.compute(x(1))
-        assert "after 1 deaths in a row" in caplog.text
+        assert "deaths in a row: 1;" in caplog.text
         caplog.clear()
         await until(lambda: device.pid is None)
         await compilation.compute(x(2))

@@ -9,7 +9,7 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from contextlib import aclosing
 from typing import Any
 
@@ -125,6 +125,30 @@ class Iterating:
     def __next__(self) -> Inputs:
         self.thread = threading.current_thread()
         return frame(next(self._numbers))
+
+
+async def test_a_generator_that_has_ended_is_refused_by_the_next_stream(burst: aionn.Burst, fake: FakeDevice) -> None:
+    """It would yield nothing, and the rest of a recording would be missing without an error."""
+
+    def numbered() -> Iterator[Inputs]:
+        yield from (frame(number) for number in range(3))
+
+    async def microphone() -> AsyncIterator[Inputs]:
+        yield frame(0)
+        await anyio.sleep_forever()
+
+    whole = numbered()
+    assert [number_in(result) async for result in burst.map(whole)] == [0, 1, 2]
+    for ended in (whole, numbered(), microphone()):
+        if ended is not whole:
+            fake.crash()
+            with pytest.raises(aionn.DriverDiedError):
+                async for _ in burst.map(ended):
+                    pass
+            fake.behave()
+        with pytest.raises(aionn.CallerError, match="this generator has ended, by itself or with the stream that it was given to"):
+            burst.map(ended)
+    assert [number_in(result) async for result in burst.map(numbered())] == [0, 1, 2]
 
 
 async def test_an_iterator_without_a_length_may_block_too(burst: aionn.Burst) -> None:

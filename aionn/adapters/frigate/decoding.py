@@ -63,7 +63,10 @@ def rows_of(model_type: str, outputs: Mapping[str, Array], width: int, height: i
         RefusedRequestError: the model's outputs have other shapes than this type has.
     """
     with np.errstate(all="ignore"):  # a model may answer any numbers
-        found = DECODERS[model_type](outputs, width, height)
+        try:
+            found = DECODERS[model_type](outputs, width, height)
+        except RefusedRequestError as error:
+            raise RefusedRequestError(f"a client asked with model_type={model_type!r}, which does not fit its model: {error}") from None
         rows = np.column_stack((found.classes, found.scores, found.corners[:, [1, 0, 3, 2]])).astype(np.float32)
         rows = rows[np.isfinite(rows).all(axis=1)]
         rows = rows[np.argsort(-rows[:, 1], kind="stable")]
@@ -198,4 +201,4 @@ def _centred(scores: Array, best: Array, box: tuple[Array, Array, Array, Array],
 def _check(fits: bool, outputs: Mapping[Any, Array], expected: str) -> None:
     if not fits:
         shapes = ", ".join(str(array.shape) for array in outputs.values())
-        raise RefusedRequestError(f"the model's outputs have the shapes {shapes}; its model_type expects {expected}")
+        raise RefusedRequestError(f"the outputs have the shapes {shapes}; this type expects {expected}")

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from itertools import count
 from typing import Any
@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 import aionn
 from aionn.adapters.frigate.decoding import SIZES
+from aionn.adapters.frigate.messages import DTYPES
 from aionn.caching.private_folder import make_folder, name_folder, remove_folder
 from aionn.errors import AionnError, CallerError
 from aionn.events import DriverEnded
@@ -44,19 +45,24 @@ class Detector:
 
     Attributes:
         name: by which clients ask for it.
+        device: which computes it.
         used_s: when it was last asked for a picture, or made.
     """
 
     def __init__(self, name: str, model: aionn.Model, compilation: aionn.Compilation, burst: aionn.Burst) -> None:
-        self.name, self.used_s = name, time.monotonic()
+        self.name, self.device, self.used_s = name, compilation.device, time.monotonic()
         self._picture, *others = model.inputs
         if set(others) - {SIZES}:
             raise CallerError(f"the model has the inputs {', '.join(model.inputs)}; a detector has one, and perhaps {SIZES!r}")
+        operand = model.inputs[self._picture]
+        self._shape, self._dtype = operand.dimensions or (0, 0, 0, 0), operand.type.dtype
+        if len(self._shape) != 4:
+            raise CallerError(
+                f"the model's input {self._picture!r} has {len(self._shape)} extents; a detector takes pictures, which have 4"
+            )
         self._sizes = bool(others)
         self._compilation, self._burst = compilation, burst
-        operand = model.inputs[self._picture]
-        batch, *extents = operand.dimensions or (0, 0)
-        self._last: tuple[tuple[int, ...], Any] = (batch or 1, *extents), operand.type.dtype
+        self._last: tuple[tuple[int, ...], Any] = (self._shape[0] or 1, *self._shape[1:]), self._dtype
         self._opening = False
 
     async def compute(self, tensor: NDArray[Any], width: int, height: int, timeout_s: float) -> Mapping[str, NDArray[Any]]:
@@ -66,6 +72,7 @@ class Detector:
             CallerError: the tensor does not fit the model.
             AionnError: as `Burst.compute`.
         """
+        self._check(tensor)
         self._last, self.used_s = (tensor.shape, tensor.dtype), time.monotonic()
         return await self._burst.compute(self._inputs(tensor, width, height), timeout_s=timeout_s, retry=1)
 
@@ -84,6 +91,19 @@ class Detector:
         """Give the driver's memory back."""
         await self._compilation.aclose()
 
+    def _check(self, tensor: NDArray[Any]) -> None:
+        """Name the line of Frigate's configuration that is wrong for this model."""
+        if tensor.dtype != self._dtype and self._dtype in DTYPES.values():
+            wanted = "int" if self._dtype == np.uint8 else "float"
+            raise CallerError(
+                f"a picture of {tensor.dtype} came for the model {self.name!r}; set input_dtype: {wanted} in Frigate's configuration"
+            )
+        for layout, axis, other in (("nchw", 1, 3), ("nhwc", 3, 1)):
+            if 0 < self._shape[axis] <= 4 < tensor.shape[axis] and tensor.shape[other] == self._shape[axis]:
+                raise CallerError(
+                    f"a picture of {tensor.shape} came for the model {self.name!r}; set input_tensor: {layout} in Frigate's configuration"
+                )
+
     def _inputs(self, tensor: NDArray[Any], width: int, height: int) -> dict[str, NDArray[Any]]:
         return {self._picture: tensor, SIZES: np.array([[height, width]])} if self._sizes else {self._picture: tensor}
 
@@ -94,10 +114,11 @@ class Detectors:
     Args:
         options: of `Runtime.compile`, for each model.
         most_bytes: the largest model that a client may send.
+        told: is called with a sentence when a received model serves.
     """
 
-    def __init__(self, runtime: aionn.Runtime, options: Mapping[str, Any], most_bytes: int) -> None:
-        self._runtime, self._options, self._most_bytes = runtime, options, most_bytes
+    def __init__(self, runtime: aionn.Runtime, options: Mapping[str, Any], most_bytes: int, told: Callable[[str], None]) -> None:
+        self._runtime, self._options, self._most_bytes, self._told = runtime, options, most_bytes, told
         self._received: dict[bytes, tuple[Detector, str]] = {}
         self._numbers = count(1)
         self._receiving = anyio.Lock()
@@ -145,7 +166,7 @@ class Detectors:
             self._arriving_bytes -= data.nbytes
 
     async def _received_one(self, name: str, data: memoryview) -> Detector:
-        path = await run_in_thread(self._written, data)
+        path, began_s = await run_in_thread(self._written, data), time.monotonic()
         kept = False
         try:
             model = await self._runtime.load(path)
@@ -153,6 +174,8 @@ class Detectors:
             if key not in self._received:
                 self._received[key] = await self._prepared(model, name), path
                 kept = True
+                size, took_s = f"{data.nbytes / 1e6:.1f} MB", time.monotonic() - began_s
+                self._told(f"model {name!r} ({size}) of a detector serves on {self._received[key][0].device} after {took_s:.1f} s")
             detector = self._received[key][0]
         finally:
             if not kept:

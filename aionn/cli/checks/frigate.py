@@ -21,7 +21,7 @@ def frigate(endpoint: str = ENDPOINT) -> Row:
         try:
             sock.connect(path)
         except FileNotFoundError:
-            return ok(_CHECK, f"no server listens at {endpoint}")
+            return ok(_CHECK, f"no server listens at {endpoint}, which is Frigate's default; other endpoints are not looked at")
         except ConnectionRefusedError:
             return warn(_CHECK, f"{path} is left over, and no server listens there", "a server, or no socket", "start aionn serve-frigate")
         except OSError as error:

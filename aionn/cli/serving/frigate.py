@@ -51,7 +51,9 @@ def serve(options: ServeFrigateOptions) -> None:
     """
     path = options.endpoint.removeprefix(_SCHEME)
     if path == options.endpoint or not os.path.isabs(path):
-        raise UsageError(f"--endpoint {options.endpoint!r} is not an absolute path of a socket; give one as {_SCHEME}/run/aionn/frigate")
+        raise UsageError(
+            f"--endpoint {options.endpoint!r}: only Unix sockets are served; give an absolute path, as {_SCHEME}/run/aionn/frigate"
+        )
     if options.timeout_ms < 1:
         raise UsageError(
             f"--timeout-ms is {options.timeout_ms}; give the request_timeout_ms of Frigate's detector, which is 200 by default"
@@ -73,7 +75,7 @@ async def _serve(listening: Listening, options: ServeFrigateOptions) -> None:
     with until_sigterm():
         start = None if options.model and not options.device else ()  # no driver that no model needs yet
         async with aionn.Runtime(name="frigate", service=options.service, state_dir=options.state_dir, start=start) as runtime:
-            detectors = Detectors(runtime, compile_options, options.max_model_bytes)
+            detectors = Detectors(runtime, compile_options, options.max_model_bytes, say)
             most_bytes = MOST_TENSOR_BYTES if options.model else max(MOST_TENSOR_BYTES, 2 * options.max_model_bytes)
             endpoint = Endpoint(listening, detectors, options.timeout_ms / 1000, most_bytes)
             try:

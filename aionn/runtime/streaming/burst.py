@@ -245,6 +245,8 @@ class Burst(AsyncOnly):
                 ends the stream with `DeadlineError`. With policy "latest" it is dropped instead, as is a frame that is refused
                 with `DeviceBusyError`.
 
+        A stream that ends, also by a driver's death, closes a generator that it was given. Give the next stream a new one.
+
         A stream that is closed while its source blocks in a thread ends within a second. One WARNING of the logger "aionn.runtime" names
         the source. Its thread stays until the source returns, closes the generator then, and holds no frame meanwhile.
 

@@ -124,6 +124,10 @@ class Stream:
         if not hasattr(frames, "__aiter__") and not hasattr(frames, "__iter__"):
             refuse_coroutine(frames, "what was passed for the frames")
             raise CallerError(f"frames: expected an iterable or async iterable of inputs by name, got {type(frames).__name__}")
+        if getattr(frames, "gi_frame", frames) is None or getattr(frames, "ag_frame", frames) is None:
+            raise CallerError(
+                "frames: this generator has ended, by itself or with the stream that it was given to; call its function for a new one"
+            )
         self._compute_frame = compute
         self._connection = connection
         self._frames = frames

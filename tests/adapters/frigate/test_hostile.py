@@ -13,7 +13,7 @@ import psutil
 import pytest
 import zmq
 
-from aionn.testing import FakeDevice, fake_model
+from aionn.testing import FakeDevice, fake_model, identity_model
 from tests.adapters.frigate.detector_client import DetectorClient, serve_frigate
 from tests.adapters.frigate.detector_models import KINDS
 from tests.cli.serving import Serving
@@ -106,8 +106,12 @@ def header(**changes: object) -> bytes:
         ([header(shape=[64 * 96 * 3]), BYTES], "of shape (18432,)"),
         ([header(shape=[1, 0, 96, 3]), b""], "of shape (1, 0, 96, 3)"),
         ([header(shape=[1, 96, 64, 3]), BYTES], "a request was not computed: "),
-        ([header(dtype="float32", shape=[1, 16, 96, 3]), BYTES], "a request was not computed: "),
-        ([header(model_type="yolox"), BYTES], "its model_type expects one output (1, n, 5 + classes)"),
+        (
+            [header(dtype="float32", shape=[1, 16, 96, 3]), BYTES],
+            "a picture of float32 came for the model 'good.onnx'; set input_dtype: int",
+        ),
+        ([header(model_type="yolox"), BYTES], "model_type='yolox', which does not fit its model: the outputs have"),
+        ([header(shape=[1, 3, 64, 96]), BYTES], "came for the model 'good.onnx'; set input_tensor: nhwc"),
     ],
 )
 def test_nonsense_has_one_sentence_and_no_answer(server: Serving, good: Good, frames: Sequence[bytes], sentence: str) -> None:
@@ -127,6 +131,14 @@ def test_a_model_of_zeros(server: Serving, good: Good) -> None:
             assert client.sends("zeros.onnx", bytes(30_000_000)) == {"model_saved": False, "model_loaded": False}
             good.check()
         assert memory(server) - before < FLAT_BYTES
+
+
+def test_a_model_that_takes_no_picture(server: Serving, good: Good) -> None:
+    with DetectorClient(server.address) as client:
+        assert client.sends("rows.onnx", identity_model()) == {"model_saved": False, "model_loaded": False}
+        server.until("the model's input 'input' has 2 extents; a detector takes pictures, which have 4")
+        assert client.asks_for("rows.onnx") == {"model_available": False, "model_loaded": False}
+    good.check()
 
 
 def test_many_clients_that_send_models_which_take_long(fake: FakeDevice) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -80,7 +81,11 @@ def test_answers_are_those_of_plain_onnx_runtime(folder: Path) -> None:
         assert known == [False] * 4 + [True] * 4
         assert len(server.drivers()) == 1
         assert server.end() == 0
-        assert server.printed == [server.printed[0]]
+        assert [
+            line
+            for line in server.printed[1:]
+            if not re.search(r"model '\d\.onnx' \(\d\.\d MB\) of a detector serves on onnxruntime after", line)
+        ] == []
 
 
 def test_cameras_share_one_driver_and_each_gets_its_own_answers(folder: Path) -> None:
@@ -310,9 +315,13 @@ def test_an_endpoint_where_another_server_listens(folder: Path, capfd: pytest.Ca
 @pytest.mark.parametrize(
     ("arguments", "code", "sentence"),
     [
-        (("--endpoint", "tcp://127.0.0.1:5555"), 2, "--endpoint 'tcp://127.0.0.1:5555' is not an absolute path of a socket"),
-        (("--endpoint", "ipc://relative"), 2, "is not an absolute path of a socket; give one as ipc:///run/aionn/frigate"),
-        (("--endpoint", "ipc:///tmp/detector"), 2, "others may write to the folder /tmp; remove that right (chmod go-w)"),
+        (("--endpoint", "tcp://127.0.0.1:5555"), 2, "--endpoint 'tcp://127.0.0.1:5555': only Unix sockets are served"),
+        (("--endpoint", "ipc://relative"), 2, "only Unix sockets are served; give an absolute path, as ipc:///run/aionn/frigate"),
+        (
+            ("--endpoint", "ipc:///tmp/detector"),
+            2,
+            "others may write to the folder /tmp; give a path in a folder of this user's with --endpoint",
+        ),
         (("--endpoint", "ipc://{folder}/" + "n" * 120), 1, "give another path with --endpoint"),
         (("--endpoint", "ipc://{folder}/plain.onnx"), 2, "plain.onnx is not a socket; give another path with --endpoint"),
         (("--model", "missing.onnx"), 2, "there is no file 'missing.onnx'"),
@@ -337,7 +346,10 @@ def test_wrong_usage_is_one_sentence(
 def test_the_doctor_looks_at_the_endpoint(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     endpoint = f"ipc://{folder}/detector"
     row = frigate(endpoint)
-    assert (row.status, row.found) == ("ok", f"no server listens at {endpoint}")
+    assert (row.status, row.found) == (
+        "ok",
+        f"no server listens at {endpoint}, which is Frigate's default; other endpoints are not looked at",
+    )
     with serve_frigate(folder) as server:
         row = frigate(endpoint)
         assert (row.status, row.found) == ("ok", f"a server listens at {endpoint}")
