@@ -40,7 +40,7 @@ MOST: dict[str, tuple[int, int, int]] = {
 # 94 the bounds of one process in a shared driver, and descriptors of the files beside a model for a service that opens no path
 # 567 the server for the detectors of Frigate, 500 the server for satellites of Home Assistant
 # 175 the executor for LiveKit and the analyzer for Pipecat
-MOST_CODE_LINES = 44_851
+MOST_CODE_LINES = 44_850
 MOST_FILES = 324
 MOST_LINES_OF_C = 5_764
 MOST_NAMES_DEFINED_TWICE = 0
