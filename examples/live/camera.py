@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import io
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing
+from itertools import count
 
 import anyio
 import numpy as np
@@ -26,21 +27,28 @@ Box = tuple[int, int, int, int]
 Image.MAX_IMAGE_PIXELS = None  # `decoded` looks at the size by itself
 
 
-async def show_boxes(websocket: WebSocket, compilation: aionn.Compilation) -> None:
+async def show_boxes(websocket: WebSocket, runtime: aionn.Runtime, compilation: aionn.Compilation) -> None:
     """Answer the latest picture with boxes around text, again and again until the browser leaves."""
+    recovered = 0
+    numbers = count()  # of the pictures that the browser has sent
+    pids: dict[str, int | None] = {}  # of each stage's driver; a better stage has a driver of its own
     async with compilation.burst(depth=2) as burst:
         try:
             while True:
                 try:
-                    async with aclosing(burst.map(pictures(websocket), policy="latest")) as results:
+                    async with aclosing(burst.map(pictures(websocket, numbers), policy="latest")) as results:
                         async for result in results:
                             (text,) = result.outputs.values()
+                            pid = next(device.pid for device in runtime.devices if device.name == result.stage)
+                            recovered += pids.get(result.stage, pid) != pid
+                            pids[result.stage] = pid
                             answer = {
+                                "number": result.tag,
                                 "boxes": boxes_in(text[0, 0]),
                                 "age_ms": result.age_s * 1e3,
                                 "dropped": burst.statistics()["dropped"],
                                 "stage": result.stage,
-                                "recovered": burst.statistics()["connections"] - 1,
+                                "recovered": recovered,
                             }
                             await websocket.send_json(answer)
                     return
@@ -52,10 +60,11 @@ async def show_boxes(websocket: WebSocket, compilation: aionn.Compilation) -> No
             await websocket.close(code=1003, reason="send JPEG pictures")
 
 
-async def pictures(websocket: WebSocket) -> AsyncIterator[dict[str, NDArray[np.float32]]]:
-    """Yield the pictures of the browser as the detector wants them. They are decoded in a thread."""
+async def pictures(websocket: WebSocket, numbers: Iterator[int]) -> AsyncIterator[aionn.Item]:
+    """Yield the pictures of the browser as the detector wants them, each with its number. They are decoded in a thread."""
     async for jpeg in websocket.iter_bytes():
-        yield {"x": await anyio.to_thread.run_sync(decoded, jpeg)}
+        number = next(numbers)
+        yield aionn.Item({"x": await anyio.to_thread.run_sync(decoded, jpeg)}, tag=number)
 
 
 def decoded(jpeg: bytes) -> NDArray[np.float32]:
