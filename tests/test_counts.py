@@ -31,7 +31,8 @@ MOST: dict[str, tuple[int, int, int]] = {
 }
 # 370 of them are the template of drivers, 767 bursts for threads without a loop and further clients, 1,150 the joining of requests,
 # 165 (and 192 of C) the chains that wait in a driver,
-# 59 of C what the handlers of signals raise, 1,110 the service of all apps (it may have 2,500)
+# 59 of C what the handlers of signals raise, 50 the claim of a request that its caller may leave,
+# 1,110 the service of all apps (it may have 2,500)
 # 24 the extra `cli`, completion, names of models in `cache ls`,
 # 116 the camera that streams share, and tensors of what is cut from pictures,
 # 124 the engine for .tflite files, 8 what anyio needs in a callback where sniffio is installed
@@ -40,9 +41,9 @@ MOST: dict[str, tuple[int, int, int]] = {
 # 94 the bounds of one process in a shared driver, and descriptors of the files beside a model for a service that opens no path
 # 567 the server for the detectors of Frigate, 500 the server for satellites of Home Assistant
 # 175 the executor for LiveKit and the analyzer for Pipecat
-MOST_CODE_LINES = 44_850
+MOST_CODE_LINES = 44_852
 MOST_FILES = 324
-MOST_LINES_OF_C = 5_764
+MOST_LINES_OF_C = 5_813
 MOST_NAMES_DEFINED_TWICE = 0
 MOST_VERBS_FOR_AN_END = 6
 

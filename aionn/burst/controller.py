@@ -3,7 +3,7 @@
 `Caller` does what every request needs, in native code: it sends, looks for answers for a moment (`spin_policy`), sleeps, and settles in
 one go all answers that have come. caller_object.h holds its invariants. This module does the rest: answers that have not come before,
 deadlines that pass, and the end. A request whose caller has left becomes late while it lies in the queue, so that the driver does not
-run it. Only the driver's answer or its death gives back what the request holds (`settled`).
+run it. What a request holds is given back (`settled`) by that, if the driver is sure to see it, by the driver's answer, or by its death.
 
 Invariants
     `caller` remembers only answers that `decode_result` has accepted.
@@ -44,7 +44,7 @@ _REMEMBERED = 256
 """How many different answers are remembered decoded."""
 
 Settled = Callable[[Result | None], None]
-"""Called with the answer to a request, or with None if it was not sent or will never be answered."""
+"""Called with the answer to a request, or with None if it was not sent, will never be answered, or never be run."""
 
 Ask = Callable[[int, Callable[[bool], None]], None]
 """Asks the driver about the request with an identity. Calls back with whether the driver still has that request to answer."""
@@ -128,8 +128,8 @@ class ExecutionBurstController:
 
         Args:
             body: the request without its identity (`encode_request_body`, framed).
-            settled: called exactly once. It gets the result when the driver has answered, or None if the driver has gone or
-                nothing was sent. It must not raise.
+            settled: called exactly once. It gets the result when the driver has answered, or None if the driver has gone, nothing was
+                sent, or the driver will not run it because its caller has left. It must not raise.
             deadline_ns: when the caller gets `DeadlineError`, whatever the driver does. In CLOCK_MONOTONIC.
 
         Returns:

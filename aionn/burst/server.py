@@ -282,10 +282,11 @@ class ExecutionBurstServer:
                 continue
             if number == 0:  # lanes have given a known packet back because it is late, for instance
                 await self._catch_up()
-                if self._requests.read(len(packet) // DATUM_BYTES) is None:
+                taken = self._requests.read(len(packet) // DATUM_BYTES)  # not as it was peeked: its caller may have left since
+                if taken is None:
                     return  # a broken client has taken datums back
                 if refusal is None:
-                    self._taken.append(packet)
+                    self._taken.append(taken)
                     await self._answer()
                 else:
                     await self._send(refusal, read_identity(packet)[0], time.monotonic_ns())

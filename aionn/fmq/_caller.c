@@ -147,6 +147,21 @@ static PyObject *caller_end(PyObject *object, PyObject *Py_UNUSED(none))
 
 /* ---- requests ------------------------------------------------------------------------------------------------------ */
 
+/* Let a request in flight become late while it lies in the queue, so that the driver answers it and never runs it. If the driver is sure
+ * to see that, what the request holds is given back now. Return whether it is. It may run any Python code. */
+static bool withdraw(CallerObject *self, struct request *r)
+{
+    const struct ring *requests = ring_if_usable(self->exchange.requests);
+    if (!requests || !exchange_amend(requests, r->stamp_at, &EXCHANGE_REQUEST, WITHDRAWN))
+        return false;
+    PyObject *settled = r->settled;
+    r->settled = NULL;
+    if (settled)
+        flight_call(self, settled, Py_None);
+    Py_XDECREF(settled);
+    return true;
+}
+
 /* leave(future, settled) */
 static PyObject *caller_leave(PyObject *object, PyObject *const *args, Py_ssize_t given)
 {
@@ -162,17 +177,15 @@ static PyObject *caller_leave(PyObject *object, PyObject *const *args, Py_ssize_
         Py_RETURN_FALSE;
     if (r->sent) {
         PyObject *future = r->future;
-        struct ring *requests = ring_if_usable(self->exchange.requests);
         r->future = NULL;
         r->deadline_ns = 0;
-        if (requests) /* while it lies in the queue, it becomes late. So the driver answers it and never runs it */
-            exchange_amend(requests, r->stamp_at, &EXCHANGE_REQUEST, WITHDRAWN);
-        if (!r->settled && args[1] != Py_None) {
+        bool withdrawn = withdraw(self, r);
+        if (!withdrawn && !r->settled && args[1] != Py_None) {
             Py_INCREF(args[1]);
             r->settled = args[1];
         }
         Py_DECREF(future);
-        Py_RETURN_TRUE;
+        return PyBool_FromLong(!withdrawn);
     }
     flight_remove(self, r);
     Py_CLEAR(r->future);
@@ -185,14 +198,13 @@ static PyObject *caller_make_late(PyObject *object, PyObject *number)
 {
     CallerObject *self = (CallerObject *)object;
     unsigned long long identity = PyLong_AsUnsignedLongLong(number);
-    struct ring *requests = ring_if_usable(self->exchange.requests);
-    const struct request *r = self->first;
+    struct request *r = self->first;
     if (PyErr_Occurred())
         return NULL;
     while (r != self->unsent && (uint32_t)r->identity != (uint32_t)identity)
         r = r->next;
-    if (r != self->unsent && requests)
-        exchange_amend(requests, r->stamp_at, &EXCHANGE_REQUEST, WITHDRAWN);
+    if (r != self->unsent)
+        withdraw(self, r);
     Py_RETURN_NONE;
 }
 

@@ -135,7 +135,7 @@ static enum taken take(LaneObject *lane, ListenerObject *listener, int *known, s
         if (late || table->known[*known].kind != lane->kind)
             return LATER;
     }
-    if (!serves || ring_commit_read(requests, bytes) != RING_OK) {
+    if (!serves || !exchange_claim(requests, bytes, &EXCHANGE_REQUEST, &stamp, now_ns) || ring_commit_read(requests, bytes) != RING_OK) {
         lanes_give_back(listener);
         return RETURNED;
     }

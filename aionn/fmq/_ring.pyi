@@ -223,11 +223,15 @@ class Caller:
             after: the request that must succeed before, as `after_request` in packets.py returns it, or 0.
         """
     def make_late(self, identity: int, /) -> None:
-        """Make a request late that the driver has not taken, so that it is answered and never run. The lower 32 bits name it."""
+        """Make a request late that the driver has not taken, so that it is answered and never run. The lower 32 bits name it.
+
+        If the driver is sure to see that, `settled` is called with None now, and not with the answer.
+        """
     def leave(self, future: Future[Any], settled: Callable[[Any], object] | None, /) -> bool:
         """Stop waiting for an answer. A request that has not been sent is dropped. One that the driver has not taken becomes late.
 
-        Returns True if it is in flight. Then `settled` is called when it is settled, unless `send` got one.
+        If the driver is sure to see that, the `settled` that `send` got is called with None now, and not with the answer. Returns True if
+        the driver may still run it. Then `settled` is called when it is settled, unless `send` got one.
         """
     def answered(self, identity: int, service_ns: int, value: object, /) -> bool:
         """Settle a request with an answer that was not known. Returns False if no such request is in flight."""

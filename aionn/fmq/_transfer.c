@@ -57,6 +57,8 @@ static PyObject *copy_out(PyObject *object, PyObject *count, bool consume)
     PyObject *copy = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)bytes);
     if (!copy)
         return NULL;
+    if (consume && r->synchronized)
+        ring_claim(r, span.at + bytes);
     ring_copy_out(r, &span, (uint8_t *)PyBytes_AsString(copy));
     if (consume ? ring_commit_read(r, bytes) != RING_OK : !r->synchronized && ring_overrun(r, span.at)) {
         Py_DECREF(copy);

@@ -2,8 +2,8 @@
  *
  * Invariants
  *     `first` is a list in the order of identities. The first `in_flight` requests of it are sent, and `unsent` is the next one.
- *     A request is in the list until it is answered, or the burst ends, or its caller leaves before it is sent. So no frame is
- *     used again while the driver may still write to it.
+ *     A request is in the list until it is answered, or the burst ends, or its caller leaves before it is sent. Until then it holds its
+ *     frame, unless it was withdrawn before the driver claimed it. So no frame is used again while the driver may still write to it.
  *     A request enters the list before the loop can run after its packet is written. So no caller waits on a burst that has ended.
  *     While any request is in flight the result queue is armed (`armed`), or its event is pending, or `_look_again` is
  *     scheduled (`looking`), or this end looks right now.

@@ -188,16 +188,32 @@ static inline enum ring_status exchange_write(struct ring *r, const uint8_t *bod
     return ring_commit_write(r, bytes);
 }
 
-/* Replace the second field of the stamp that this side has written at `at`, if the peer has not taken the packet. The peer may copy it
- * at the same time and see half of the new field. So the caller gives a value that does no harm with either half of the old one. */
-static inline void exchange_amend(const struct ring *r, uint64_t at, const struct exchange_form *form, uint64_t second)
+/* Claim the request that exchange_peek has found, and look again for its deadline, which the peer brings forward if the caller has left.
+ * Return whether it is not late. */
+static inline bool exchange_claim(const struct ring *r, uint64_t bytes, const struct exchange_form *form, struct exchange_stamp *stamp,
+                                  int64_t now_ns)
+{
+    uint8_t last[EXCHANGE_ELEMENT];
+    struct ring_span span;
+    ring_claim(r, r->read_at + bytes);
+    ring_place(r, r->read_at + bytes - EXCHANGE_ELEMENT, EXCHANGE_ELEMENT, &span);
+    ring_copy_out(r, &span, last);
+    memcpy(&stamp->second, last + form->second_at, sizeof stamp->second);
+    return !stamp->second || (uint64_t)now_ns < stamp->second;
+}
+
+/* Replace the second field of the stamp that this side has written at `at`, if the peer has not taken the packet. Return whether the peer
+ * is sure to see it before it takes the packet. Else the peer may copy it at the same time and see half of the new field. So the caller
+ * gives a value that does no harm with either half of the old one. */
+static inline bool exchange_amend(const struct ring *r, uint64_t at, const struct exchange_form *form, uint64_t second)
 {
     struct ring_span span;
     uint64_t read, written;
     if (ring_counters(r, &read, &written) != RING_OK || read > at || written < at + EXCHANGE_ELEMENT)
-        return; /* its place may hold another packet now */
+        return false; /* its place may hold another packet now */
     ring_place(r, at, EXCHANGE_ELEMENT, &span);
     exchange_copy_in(&span, form->second_at, (const uint8_t *)&second, sizeof second);
+    return ring_unclaimed(r, at);
 }
 
 #endif

@@ -58,6 +58,7 @@ struct ring_control {
     _Alignas(64) _Atomic uint64_t write_intent; /* unsynchronized: the writer may be overwriting bytes up to here */
     _Atomic uint32_t writer_cpu;                /* CPU number + 1, or 0 if unknown */
     _Alignas(64) _Atomic uint32_t reader_cpu;
+    _Atomic uint64_t claimed; /* the reader may have looked for the last time at bytes up to here, which the writer had amended by then */
 };
 _Static_assert(offsetof(struct ring_control, reader_armed) == 0, "layout.py: READER_ARMED_OFFSET");
 _Static_assert(offsetof(struct ring_control, writer_armed) == 64, "layout.py: WRITER_ARMED_OFFSET");
@@ -66,6 +67,7 @@ _Static_assert(offsetof(struct ring_control, futex_bits) == 132, "layout.py: FUT
 _Static_assert(offsetof(struct ring_control, write_intent) == 192, "layout.py: WRITE_INTENT_OFFSET");
 _Static_assert(offsetof(struct ring_control, writer_cpu) == 200, "layout.py: WRITER_CPU_OFFSET");
 _Static_assert(offsetof(struct ring_control, reader_cpu) == 256, "layout.py: READER_CPU_OFFSET");
+_Static_assert(offsetof(struct ring_control, claimed) == 264, "layout.py: CLAIMED_OFFSET");
 _Static_assert(sizeof(struct ring_control) == 320, "layout.py: CONTROL_BYTES");
 /* A peer with another compiler shares the words, but would not share a hidden lock. */
 _Static_assert(ATOMIC_LLONG_LOCK_FREE == 2 && ATOMIC_INT_LOCK_FREE == 2, "shared counters must be lock-free");
@@ -390,6 +392,23 @@ static inline enum ring_status ring_commit_read(struct ring *r, uint64_t bytes)
     if (bytes)
         ring_progress(r, RING_NOT_FULL);
     return RING_OK;
+}
+
+/* Claim the bytes up to `end` for this reader, which looks at them once more and then takes them. With the fence of ring_unclaimed, either
+ * that look sees what the writer has changed there before, or the writer sees the claim. */
+static inline void ring_claim(const struct ring *r, uint64_t end)
+{
+    if (!r->control)
+        return;
+    atomic_store_explicit(&r->control->claimed, end, memory_order_relaxed);
+    atomic_thread_fence(memory_order_seq_cst); /* pairs with the fence in ring_unclaimed */
+}
+
+/* Return whether the reader has not claimed the byte at `at`, so that it will see what this writer has changed there before this call. */
+static inline bool ring_unclaimed(const struct ring *r, uint64_t at)
+{
+    atomic_thread_fence(memory_order_seq_cst); /* pairs with the fence in ring_claim */
+    return r->control && atomic_load_explicit(&r->control->claimed, memory_order_relaxed) <= at;
 }
 
 /* An unsynchronized writer may overwrite the bytes during the copy. The copy is thrown away then, but only atomic

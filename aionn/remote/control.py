@@ -43,7 +43,7 @@ from aionn.sandbox.report import Confinement
 
 A = TypeVar("A")
 
-PROTOCOL = 14
+PROTOCOL = 15
 """Grows with every change of a message. Two ends with different numbers refuse each other at once."""
 
 STACKS_SIGNAL = int(signal.SIGRTMIN) + 7

@@ -333,6 +333,7 @@ def test_requests_settle_once_in_any_order_and_leave_in_two_ways() -> None:
 
         sent: list[Any] = [ends.caller.send(BODY, partial(note, number), 0) for number in range(6)]
         assert ends.caller.in_flight == 3
+        assert ends.requests_read.read(2 * (len(BODY) // DATUM_BYTES + 1))  # the driver has two of them
         assert ends.caller.leave(sent[1], None)  # in flight: settled by the answer
         assert not ends.caller.leave(sent[1], None)  # once
         assert not ends.caller.leave(sent[4], None)  # not sent: settled now
@@ -347,6 +348,30 @@ def test_requests_settle_once_in_any_order_and_leave_in_two_ways() -> None:
         assert [future.answer for future in unsent] == [[None]] * 5
         assert ends.caller.send(BODY, None, 0) is None
         assert ends.caller.end() == 0
+
+
+def test_a_request_that_its_caller_leaves_is_run_or_gives_back_at_once_what_it_holds() -> None:
+    with exchange() as ends:
+        Calls(ends.caller)
+        ends.caller.remember(RESULTS[0], "fine")
+        ends.listener.remember(BODY, "known")
+        settled: list[Any] = []
+        sent: list[Any] = [ends.caller.send(BODY, settled.append, 0) for _ in range(2)]
+        assert ends.listener.next() == "known"
+        assert ends.caller.leave(sent[0], None)  # it is run
+        assert settled == []
+        assert not ends.caller.leave(sent[1], None)
+        assert settled == [None]
+        ends.listener.answer(RESULTS[0])
+        ends.listener._lanes.announce()
+        assert ends.listener.lane.next(None) is None
+        assert not ends.listener.listener.lent  # the second one is given back to the task, which answers it
+        assert ends.requests_read.available_to_read() == len(BODY) // DATUM_BYTES + 1
+        ends.caller.event()
+        assert settled == [None, "fine"]
+        assert ends.results_written.write(RESULTS[0] + result_identity_datum(2, 7))
+        ends.caller.event()
+        assert (settled, ends.caller.in_flight) == ([None, "fine"], 0)
 
 
 def test_a_settled_callback_may_end_or_send_and_one_that_raises_harms_no_other(recwarn: pytest.WarningsRecorder) -> None:

@@ -101,6 +101,8 @@ def test_the_native_code_takes_the_steps_of_the_model_in_their_order() -> None:
         body_of("lane_join", "_lane.c"), "lanes_enqueue(lanes, lane->run.serves)", "collect_all(", "take_ready(", "all_wait(", "sleeping++"
     )
     assert in_order(body_of("lane_join", "_lane.c"), "Py_BEGIN_ALLOW_THREADS", "anticipate_wait(", "sleeping--", "lanes_collect(")
+    assert in_order(body_of("take", "_lane.c"), "exchange_peek(", "exchange_claim(", "ring_commit_read(")
+    assert in_order(body_of("copy_out", "_transfer.c"), "ring_begin_read(", "ring_claim(", "ring_copy_out(", "ring_commit_read(")
     assert in_order(body_of("take_ready", "_lane.c"), "lanes_dequeue", "take(", "arm(listener)", "lanes_enqueue")
     assert in_order(body_of("listener_note", "_listener.c"), "outcomes[", "wake_waiting(")
     assert in_order(body_of("wake_waiting", "_listener.c"), "waits = false", "lanes_enqueue", "ring_signal")

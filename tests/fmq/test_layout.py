@@ -18,7 +18,7 @@ RING = (FMQ / "ring.h").read_text()
 
 def test_every_offset_that_c_asserts_is_the_one_python_uses() -> None:
     asserted = re.findall(r'_Static_assert\([^=]+== (\d+), "layout\.py: (\w+)"\)', RING)
-    assert len(asserted) == 8
+    assert len(asserted) == 9
     assert {name: int(number) for number, name in asserted} == {name: getattr(layout, name) for _, name in asserted}
     assert CONTROL_BYTES == layout.CONTROL_BYTES
 
@@ -45,6 +45,7 @@ def test_the_refusals_are_the_same_in_both() -> None:
 def test_what_the_two_sides_store_lies_on_lines_of_its_own() -> None:
     control = layout.CONTROL_OFFSET
     reader_stores = {layout.READ_OFFSET, control + layout.READER_ARMED_OFFSET, control + layout.READER_CPU_OFFSET}
+    assert layout.CLAIMED_OFFSET // layout.LINE_BYTES == layout.READER_CPU_OFFSET // layout.LINE_BYTES  # the reader stores both
     writer_stores = {layout.WRITE_OFFSET, control + layout.WRITER_ARMED_OFFSET, control + layout.WRITER_CPU_OFFSET}
     lines = [offset // layout.LINE_BYTES for offset in [*reader_stores, *writer_stores, layout.FLAG_OFFSET, layout.DATA_OFFSET]]
     assert len(lines) == len(set(lines))

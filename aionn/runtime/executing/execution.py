@@ -13,8 +13,8 @@ beside it (`streaming.burst`).
 Invariants
     Nothing is awaited between the choice of a channel and the sending. Where device memory or a frame must be waited for, all that was
     placed is given back. The channel is chosen again then, because its driver may have died, or another one may serve.
-    One pin of the frame, and everything else that is placed, is held until the driver has answered, or never will. It is held until
-    the outputs are made, too, if the caller still waits for them.
+    One pin of the frame, and everything else that is placed, is held until the driver has answered, or never will, or will not run the
+    request because its caller has left. It is held until the outputs are made, too, if the caller still waits for them.
 """
 
 from __future__ import annotations

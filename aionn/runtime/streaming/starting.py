@@ -19,7 +19,8 @@ Invariants
     A `Started` is in `_pending` until its event is settled, and its timer is cancelled then.
     A request is sent after the one that it names, and that one was sent before. So requests that wait in queues never wait for each other.
     An event whose request names another one is settled after that one's event, except by a deadline, a cancellation or the driver's end.
-    The frame of a request is pinned until the driver has answered or has ended, also where the event was settled before.
+    The frame of a request that the driver may run is pinned until the driver has answered or has ended. That holds also where the event
+    was settled before.
 """
 
 from __future__ import annotations

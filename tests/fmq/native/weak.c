@@ -335,6 +335,41 @@ static void packets(void)
     weak_thread(read_packets);
 }
 
+/* ---- a request whose caller leaves: either the driver does not run it, or its frame is not given back ------------------------------- */
+
+static _Atomic uint32_t late; /* the field of the packet's stamp */
+
+static void withdraw_element(void)
+{
+    write_elements();
+    atomic_store_explicit(&late, 1, memory_order_relaxed);
+    if (ring_unclaimed(&writer, 0))
+        weak_access(&shared.payload, 8, true); /* the frame is used again */
+}
+
+static void claim_element(void)
+{
+    struct ring_span span;
+    while (ring_begin_read(&reader, reader.quantum, &span) == RING_LESS)
+        sleep_for(&reader, true, reader.quantum);
+    ring_claim(&reader, span.at + reader.quantum);
+    if (!atomic_load_explicit(&late, memory_order_relaxed))
+        weak_access(&shared.payload, 8, true); /* the request is run */
+    CHECK(ring_commit_read(&reader, reader.quantum) == RING_OK);
+}
+
+static void withdrawing(void)
+{
+    elements_program(false, 1, 1);
+    weak.thread_count = 0;
+    weak_location(&shared.control.claimed);
+    weak_location(&late);
+    weak_plain(&shared.payload, 8);
+    late = 0;
+    weak_thread(withdraw_element);
+    weak_thread(claim_element);
+}
+
 /* ---- a lane reads until the listener's task takes the ring back (_lane.c); the lock is the GIL ------------------------------------- */
 
 enum { SIGNAL = 2 }; /* the lanes' own eventfd */
@@ -435,6 +470,7 @@ static const struct { const char *name; void (*prepare)(void); bool again; } PRO
     {"overwriting", overwriting, true},                 {"close_when_overwriting", close_when_overwriting, true},
     {"element_by_futex", element_by_futex, true},       {"close_by_eventfd", close_by_eventfd, true},
     {"close_by_futex", close_by_futex, true},           {"elements_by_eventfd", elements_by_eventfd, true},
+    {"withdrawing", withdrawing, true},
     {"elements_by_futex", elements_by_futex, false},    {"packets", packets, false},
     {"lane_and_task", lane_and_task, true},             {"lane_that_looks", lane_that_looks, false},
     {"lane_and_task_of_two", lane_and_task_of_two, false}, {"lane_and_writer_that_sleeps", lane_and_writer_that_sleeps, false},
