@@ -9,28 +9,19 @@ aionn       burst.compute of plain arrays
 from __future__ import annotations
 
 import asyncio
-import json
-import mmap
 import os
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 import aionn
 from tests.bench.burst import pin_driver
 from tests.bench.real_subjects import Inputs, Subject
-from tests.bench.real_worker import session_of, views
-from tests.bench.rivals import ROOT
-
-ALIGNED = 64
-READY_S = 30.0
+from tests.bench.real_worker import session_of
+from tests.bench.versus_contenders import SharedMemory
 
 
 @dataclass(frozen=True)
@@ -42,56 +33,6 @@ class Lane:
     pid: int | None
     busy_ns: Callable[[], int] | None = None
     """How long the other process has executed so far, where it says so."""
-
-
-class SharedMemory:
-    """The app's side of the simplest rival. It returns views of the shared memory, valid until the next call."""
-
-    def __init__(self, subject: Subject, outputs: Mapping[str, NDArray[Any]]) -> None:
-        self._descriptors: list[int] = []
-        places: dict[str, list[tuple[str, str, list[int], int]]] = {"inputs": [], "outputs": []}
-        end = 0
-        for kind, arrays in (("inputs", subject.inputs[0]), ("outputs", outputs)):
-            for name, array in arrays.items():
-                places[kind].append((name, array.dtype.str, list(array.shape), end))
-                end += -(-array.nbytes // ALIGNED) * ALIGNED
-        fd = os.memfd_create("rival")
-        os.ftruncate(fd, end)
-        self._asked, self._answered = os.eventfd(0), os.eventfd(0, os.EFD_NONBLOCK)
-        self._descriptors = [fd, self._asked, self._answered]
-        memory = mmap.mmap(fd, end)
-        self._inputs, self._outputs = views(memory, places["inputs"]), views(memory, places["outputs"])
-        given = {"model": str(subject.path), "threads": subject.threads, "size_bytes": end, **places}
-        given |= {"memory": fd, "asked": self._asked, "answered": self._answered}
-        command = [sys.executable, "-m", "tests.bench.real_worker", json.dumps(given)]
-        self._process = subprocess.Popen(command, cwd=ROOT, pass_fds=self._descriptors)
-        self.pid = self._process.pid
-        self._loop = asyncio.get_running_loop()
-        self._waiting = self._loop.create_future()
-        self._loop.add_reader(self._answered, self._settle)
-
-    async def ready(self) -> None:
-        await asyncio.wait_for(self._waiting, READY_S)
-
-    def _settle(self) -> None:
-        os.eventfd_read(self._answered)
-        if not self._waiting.done():
-            self._waiting.set_result(None)
-
-    async def call(self, inputs: Inputs) -> Inputs:
-        for name, array in inputs.items():
-            self._inputs[name][...] = array
-        self._waiting = self._loop.create_future()
-        os.eventfd_write(self._asked, 1)
-        await self._waiting
-        return self._outputs
-
-    def close(self) -> None:
-        self._loop.remove_reader(self._answered)
-        self._process.kill()
-        self._process.wait()
-        for fd in self._descriptors:
-            os.close(fd)
 
 
 @contextmanager
@@ -123,7 +64,8 @@ async def lanes(subject: Subject, cpus: tuple[int, int] | None) -> AsyncIterator
 
     outputs = dict(zip(names, session.run(names, subject.inputs[0]), strict=True))
     async with AsyncExitStack() as stack:
-        rival = SharedMemory(subject, outputs)
+        specs = [{name: (array.dtype.str, array.shape) for name, array in arrays.items()} for arrays in (subject.inputs[0], outputs)]
+        rival = SharedMemory(str(subject.path), subject.threads, *specs)
         stack.callback(rival.close)
         await rival.ready()
         runtime = await stack.enter_async_context(aionn.Runtime())

@@ -12,16 +12,18 @@ import mmap
 import os
 import signal
 import sys
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import onnxruntime
 
 PR_SET_PDEATHSIG = 1
 
 
 def session_of(path: str, threads: int, spinning: bool = False) -> Any:
     """Return a session with the settings of aionn's engine. See `aionn.engines.onnxruntime`."""
+    import onnxruntime  # here, because an app's side of the rivals imports this module, too
+
     settings = onnxruntime.SessionOptions()
     settings.log_severity_level = 4
     settings.intra_op_num_threads = threads
@@ -31,7 +33,28 @@ def session_of(path: str, threads: int, spinning: bool = False) -> Any:
     return onnxruntime.InferenceSession(path, settings, providers=["CPUExecutionProvider"])
 
 
-def views(memory: mmap.mmap, places: list[tuple[str, str, list[int], int]]) -> dict[str, np.ndarray[Any, Any]]:
+Spec = tuple[str, Sequence[int]]
+"""Type and shape of an array."""
+
+Places = list[tuple[str, str, list[int], int]]
+"""Name, type, shape and offset of arrays in shared memory."""
+
+ALIGNED = 64
+
+
+def laid_out(inputs: Mapping[str, Spec], outputs: Mapping[str, Spec]) -> tuple[dict[str, Places], int]:
+    """Return where the inputs and the outputs lie in shared memory, and how many bytes it needs."""
+    places: dict[str, Places] = {"inputs": [], "outputs": []}
+    end = 0
+    for kind, specs in (("inputs", inputs), ("outputs", outputs)):
+        for name, (dtype, shape) in specs.items():
+            places[kind].append((name, dtype, list(shape), end))
+            size = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
+            end += -(-size // ALIGNED) * ALIGNED
+    return places, end
+
+
+def views(memory: Any, places: Places) -> dict[str, np.ndarray[Any, Any]]:
     """Return an array over the shared memory for each (name, dtype, shape, offset)."""
     found = {}
     for name, dtype, shape, offset in places:

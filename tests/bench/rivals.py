@@ -24,13 +24,11 @@ from typing import Any
 
 import psutil
 
+from tests.bench.versus_contenders import Iceoryx2End
+
 ROOT = Path(__file__).parents[2]
 Trip = Callable[[bytes], Awaitable[object]]
 ELEMENT_BYTES = 64
-
-
-class _Element(ctypes.Structure):
-    _fields_ = (("data", ctypes.c_uint8 * ELEMENT_BYTES),)
 
 
 def cpu_seconds() -> float:
@@ -108,40 +106,18 @@ async def grpc_aio(cpu: int) -> AsyncIterator[Trip]:
             yield channel.unary_unary("/bench/echo")
 
 
-class _Iceoryx2:
-    """One end of two channels, "KEY-there" and "KEY-back": elements through publish-subscribe, wake-ups through events."""
+def _received(end: Iceoryx2End) -> bytes | None:
+    """Return the next element, or None if none came for a while."""
+    sample = end.receive()
+    if sample is None:
+        return None
+    element = bytes(sample.payload().contents.data)
+    sample.delete()
+    return element
 
-    def __init__(self, key: str, sends: str, receives: str) -> None:
-        import iceoryx2
 
-        iceoryx2.set_log_level(iceoryx2.LogLevel.Error)
-        self._node = iceoryx2.NodeBuilder.new().create(iceoryx2.ServiceType.Ipc)
-        services = {}
-        for way in (sends, receives):
-            name = iceoryx2.ServiceName.new(f"aionn-bench-{key}-{way}")
-            elements = self._node.service_builder(name).publish_subscribe(_Element).open_or_create()
-            services[way] = (elements, self._node.service_builder(name).event().open_or_create())
-        self._publisher = services[sends][0].publisher_builder().create()
-        self._notifier = services[sends][1].notifier_builder().create()
-        self._subscriber = services[receives][0].subscriber_builder().create()
-        self._listener = services[receives][1].listener_builder().create()
-        self._patience = iceoryx2.Duration.from_millis(100)
-
-    def send(self, element: bytes) -> None:
-        self._publisher.loan_uninit().write_payload(_Element.from_buffer_copy(element)).send()
-        self._notifier.notify()
-
-    def receive(self) -> bytes | None:
-        """The next element; None: none came for a while."""
-        sample = self._subscriber.receive()
-        if sample is None:
-            self._listener.timed_wait(self._patience)
-            sample = self._subscriber.receive()
-        if sample is None:
-            return None
-        element = bytes(sample.payload().contents)
-        sample.delete()
-        return element
+def _send(end: Iceoryx2End, element: bytes) -> None:
+    end.send(lambda memory: ctypes.memmove(memory, element, ELEMENT_BYTES))
 
 
 @asynccontextmanager
@@ -153,21 +129,21 @@ async def iceoryx2_thread(cpu: int) -> AsyncIterator[Trip]:
     def settle(element: bytes) -> None:
         waiting.pop().set_result(element)
 
-    def listen(end: _Iceoryx2) -> None:
+    def listen(end: Iceoryx2End) -> None:
         while not over.is_set():
-            element = end.receive()
+            element = _received(end)
             if element is not None:
                 loop.call_soon_threadsafe(settle, element)
 
     async with _worker("iceoryx2", cpu) as address:
-        end = _Iceoryx2(address.replace("/", "-"), "there", "back")
+        end = Iceoryx2End(address.replace("/", "-"), "there", "back", ELEMENT_BYTES)
         thread = threading.Thread(target=listen, args=(end,))
         thread.start()
 
         async def trip(data: bytes) -> object:
             answer: asyncio.Future[bytes] = loop.create_future()
             waiting.append(answer)
-            end.send(data)
+            _send(end, data)
             return await answer
 
         try:
@@ -178,12 +154,12 @@ async def iceoryx2_thread(cpu: int) -> AsyncIterator[Trip]:
 
 
 def _serve_iceoryx2(address: str) -> None:
-    end = _Iceoryx2(address.replace("/", "-"), "back", "there")
+    end = Iceoryx2End(address.replace("/", "-"), "back", "there", ELEMENT_BYTES)
     print("ready", flush=True)
     while True:
-        element = end.receive()
+        element = _received(end)
         if element is not None:
-            end.send(element)
+            _send(end, element)
 
 
 def _serve_zmq(address: str) -> None:

@@ -5,6 +5,7 @@ A mark is a line `<!-- ... -->` right before a block. These marks have a meaning
     <!-- not run: REASON -->     the block does not run in the tests
     <!-- run with pytest -->     the block is a test file, and pytest runs it
     <!-- fragment -->            the block needs names, and `test_fragments` has a world for it
+    <!-- source: PATH -->        the block is a part of that file of the project, as it stands there, and the file runs it
 
 Every other Python block is a whole program: `test_programs` runs it in a process. `<!-- output -->` before a block of text says that the
 program before it prints this text, where `...` stands for anything. `<!-- run -->` before a block of shell commands has bash run them.
@@ -55,9 +56,14 @@ class Block(NamedTuple):
         return self.language == "python" and self.mark == "fragment"
 
     @property
+    def source(self) -> str:
+        """The file of the project of which the block is a part, or empty."""
+        return self.mark.removeprefix("source:").strip() if self.mark.startswith("source:") else ""
+
+    @property
     def is_program(self) -> bool:
         """Whether it is Python that runs in a process, alone or by pytest."""
-        return self.language == "python" and not self.reason and not self.is_fragment
+        return self.language == "python" and not self.reason and not self.source and not self.is_fragment
 
 
 def blocks() -> Iterator[Block]:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.pages import Block, blocks, outputs, programs
+from tests.docs.pages import ROOT, Block, blocks, outputs, programs
 from tests.docs.worlds import environment, fill
 from tests.leaks import leak_check
 
@@ -119,6 +119,13 @@ def test_few_blocks_are_left_out_and_each_has_a_reason() -> None:
     assert len(left_out) <= MOST_NOT_RUN, [block.place for block in left_out]
 
 
+@pytest.mark.parametrize("block", [block for block in blocks() if block.source], ids=lambda block: block.place)
+def test_a_part_of_a_file_is_shown_as_it_stands_there(block: Block) -> None:
+    assert block.text.strip() in (ROOT / block.source).read_text(encoding="utf-8"), (
+        "write the page with `python -m tests.bench versus --write`"
+    )
+
+
 def test_every_output_that_is_shown_is_compared() -> None:
     compared = {block.place for block in outputs().values()}
     assert [block.place for block in blocks() if block.mark == "output" and block.place not in compared] == []
@@ -128,7 +135,7 @@ def test_every_output_that_is_shown_is_compared() -> None:
 def counts() -> str:
     """Return how many blocks of Python the pages have, and how they run, in one line."""
     kinds = Counter(
-        "not run" if block.reason else "as fragments" if block.is_fragment else "as programs"
+        "not run" if block.reason else "as fragments" if block.is_fragment else "as parts of a file" if block.source else "as programs"
         for block in blocks()
         if block.language == "python"
     )

@@ -1,0 +1,95 @@
+"""The pages of figures say what the figures say, and each way of the bench still runs and computes the same."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.bench import versus, versus_pages
+from tests.bench.versus import TASKS, Figures, Task, run
+from tests.bench.versus_pages import FIGURES, PAGES, PICTURES, ROWS, filled, interval, lost_part, outside, picture, size
+
+WRITE = "write pages and pictures with `python -m tests.bench versus --write`"
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    kept: dict[str, Any] = json.loads(FIGURES.read_text(encoding="utf-8"))
+    return kept
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_page_says_what_the_figures_say(page: Path, found: dict[str, Any]) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert filled(text, found) == text, WRITE
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_a_picture_shows_what_the_figures_say(row: versus_pages.Row, found: dict[str, Any]) -> None:
+    content = (PICTURES / row.picture).read_text(encoding="utf-8")
+    assert content == picture(row, found), WRITE
+    assert any(row.picture in page.read_text(encoding="utf-8") for page in PAGES)
+
+
+def test_a_row_is_lost_if_another_way_was_better_in_each_round(found: dict[str, Any]) -> None:
+    lanes = {"aionn": [200.0, 220.0], "direct": [100.0, 110.0], "to_thread": [190.0, 230.0], "Ray Serve": [900.0, None]}
+    lines = lost_part({"rows": {row.name: {versus_pages.ours(row): [1.0]} for row in ROWS} | {"one, p50": lanes}}).splitlines()
+    assert lines[2:] == ["| One stream of Silero VAD | direct 2.00 (1.90 to 2.10) |"]
+
+
+def test_an_interval_grows_with_the_scatter_of_the_rounds() -> None:
+    assert interval([2.0, 2.0, 2.0]) == pytest.approx((2.0 / 1.05, 2.0 * 1.05))
+    assert interval([0.8, 1.0, 1.8]) == pytest.approx((0.8 / 1.5, 1.8 * 1.5))
+
+
+def test_a_ratio_outside_of_its_interval_is_named() -> None:
+    def run_with(one: float) -> dict[str, Any]:
+        return {"rows": {row.name: {versus_pages.ours(row): [200.0], "direct": [one]} for row in ROWS}}
+
+    *lines, last = outside(run_with(100.0), run_with(102.0))
+    assert (lines, last) == ([], "11 of 11 ratios lie within the interval that the page states")
+    first, *_, last = outside(run_with(100.0), run_with(50.0))
+    assert first == "One stream of Silero VAD: aionn / direct is 4.00, and was 2.00 (1.90 to 2.10)"
+    assert last == "0 of 11 ratios lie within the interval that the page states"
+
+
+def test_a_figure_has_the_unit_that_fits() -> None:
+    assert [size(999.4, "us"), size(1234, "us"), size(0.25, "ms"), size(25_000, "ms"), size(81.4, "MB")] == [
+        "999 us",
+        "1.23 ms",
+        "250 us",
+        "25.0 s",
+        "81 MB",
+    ]
+
+
+def test_a_way_whose_package_is_missing_is_left_out_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(versus, "TASKS", ())
+    monkeypatch.setattr(versus, "large", lambda figures, say: None)
+    monkeypatch.setitem(versus.PACKAGES, "iceoryx2", ("no_such_package",))
+    said: list[str] = []
+    kept = versus.measure(1, ["direct", "iceoryx2"], said.append)
+    assert said[0] == "iceoryx2 is left out, because no_such_package is not installed; `pip install -e '.[bench]'` brings it"
+    assert kept["rows"] == {}
+
+
+@pytest.mark.parametrize("way", ["direct", "to_thread", "process pool", "shared memory", "iceoryx2", "aionn"])
+def test_a_way_runs_and_goes_on_after_a_death(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two streams run beside each other. Where a death is noticed, the next answer is right."""
+    if not versus.installed(way):
+        pytest.skip("its package is only in the extra `bench`")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    figures = Figures(1)
+    for task in (Task("one", (way,), 1, 100, 2), Task("two", (way,), 2, 100, 2)):
+        figures.check(task.name, "direct", 0.00389)
+        run(figures, task, way, 0, str(tmp_path / "cache"))
+    rows = {"one, p50", "one, p99", "one, cpu", "two, p50", "two, p99", "two, cpu", "start", "memory"}
+    assert figures.rows.keys() == rows | ({"death"} if way in versus.MORTAL else set())
+    assert all(figure is not None and figure > 0 for lanes in figures.rows.values() for figure in lanes[way])
+
+
+def test_every_way_takes_part_in_the_first_task() -> None:
+    assert set(TASKS[0].ways) == set(versus_pages.sections())
