@@ -257,6 +257,34 @@ static void longest(const struct exchange_form *form)
     }
 }
 
+/* A request is made late before the reader claims it, and the reader sees that. Or after that, and the writer is not told that it does. */
+static void withdrawals(void)
+{
+    struct shared *s = shared_new(EXCHANGE_ELEMENT, 4);
+    struct ring writer = attach(s, true), reader = attach(s, true);
+    struct exchange_table table = {0};
+    const uint8_t body[EXCHANGE_ELEMENT] = {1, 0, 0, 0, 2};
+    const int64_t now_ns = 1000;
+    MUST(exchange_add(&table, (struct exchange_body){.bytes = body, .length = sizeof body}) == 0);
+    for (uint64_t number = 1; number <= 9; number++) {
+        struct exchange_stamp sent = {number, number % 3 ? 2000 : 0, 0}, taken = {0, 0, 0};
+        uint64_t bytes, all;
+        MUST(exchange_write(&writer, body, sizeof body, &EXCHANGE_REQUEST, &sent) == RING_OK);
+        uint64_t at = writer.write_at + sizeof body;
+        MUST(exchange_peek(&reader, &table, &EXCHANGE_REQUEST, &taken, &bytes, &all) == 0 && taken.second == sent.second);
+        bool first = number % 2;
+        if (first)
+            MUST(exchange_amend(&writer, at, &EXCHANGE_REQUEST, 1));
+        MUST(exchange_claim(&reader, bytes, &EXCHANGE_REQUEST, &taken, now_ns) == !first);
+        MUST(taken.second == (first ? 1 : sent.second));
+        MUST(!exchange_amend(&writer, at, &EXCHANGE_REQUEST, 1));
+        MUST(ring_commit_read(&reader, bytes) == RING_OK);
+        MUST(!exchange_amend(&writer, at, &EXCHANGE_REQUEST, 1));
+    }
+    exchange_free(&table);
+    shared_free(s);
+}
+
 int main(int argc, char **argv)
 {
     MUST(argc == 4);
@@ -267,6 +295,7 @@ int main(int argc, char **argv)
         return 0;
     }
     growth();
+    withdrawals();
     longest(&EXCHANGE_REQUEST);
     longest(&EXCHANGE_RESULT);
     for (uint64_t round = 0; round < trips; round++)
