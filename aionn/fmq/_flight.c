@@ -276,7 +276,7 @@ static void schedule_look(CallerObject *self)
     PyObject *handle = PyObject_CallFunctionObjArgs(call_soon, look_again, NULL);
     if (!handle) {
         self->looking = false;
-        PyErr_WriteUnraisable(call_soon);
+        failed(self, call_soon);
     }
     Py_XDECREF(handle);
     Py_DECREF(call_soon);

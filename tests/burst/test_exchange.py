@@ -374,6 +374,42 @@ def test_a_request_that_its_caller_leaves_is_run_or_gives_back_at_once_what_it_h
         assert (settled, ends.caller.in_flight) == ([None, "fine"], 0)
 
 
+class InterruptedCalls(Calls):
+    """The handler of a signal raises while a loop takes a call."""
+
+    def calls(self) -> Any:
+        create_future, _, *others = super().calls()
+        return (create_future, self.interrupt, *others)
+
+    def interrupt(self, look_again: object) -> None:
+        self.looks.append(look_again)
+        raise KeyboardInterrupt
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="an end looks for its peer only if that was seen on another CPU")
+def test_what_a_signals_handler_raises_while_a_look_is_scheduled_comes_with_the_answer() -> None:
+    usable = os.sched_getaffinity(0)
+    here, there, *_ = sorted(usable)
+    settled: list[Any] = []
+    try:
+        with exchange() as ends:
+            calls = InterruptedCalls(ends.caller, window_ns=1_000_000_000)
+            ends.caller.remember(RESULTS[0], "fine")
+            for identity in (1, 2):
+                os.sched_setaffinity(0, {here})
+                ends.caller.send(BODY, settled.append, 0)
+                os.sched_setaffinity(0, {there})
+                assert ends.results_written.write(RESULTS[0] + result_identity_datum(identity, 7))
+                if identity == 1:
+                    ends.caller.event()  # until then, this end did not know where its peer runs
+            assert len(calls.looks) == 1
+            with pytest.raises(KeyboardInterrupt):
+                ends.caller.event()
+            assert settled == ["fine", "fine"]
+    finally:
+        os.sched_setaffinity(0, usable)
+
+
 def test_a_settled_callback_may_end_or_send_and_one_that_raises_harms_no_other(recwarn: pytest.WarningsRecorder) -> None:
     with exchange() as ends:
         Calls(ends.caller)
