@@ -41,7 +41,8 @@ MOST: dict[str, tuple[int, int, int]] = {
 # 94 the bounds of one process in a shared driver, and descriptors of the files beside a model for a service that opens no path
 # 567 the server for the detectors of Frigate, 500 the server for satellites of Home Assistant
 # 175 the executor for LiveKit and the analyzer for Pipecat
-MOST_CODE_LINES = 44_852
+# 26 the end of what a client of a service leaves under way, and of drivers of a service that was replaced
+MOST_CODE_LINES = 44_878
 MOST_FILES = 324
 MOST_LINES_OF_C = 5_813
 MOST_NAMES_DEFINED_TWICE = 0

@@ -36,7 +36,7 @@ from aionn.runtime.preparing.compile_acts import CacheChoice, CompileRequest, di
 from aionn.runtime.preparing.options import with_options
 from aionn.runtime.preparing.plan import checked_names, checked_stages, prepare_on_best
 from aionn.runtime.preparing.preparation import check_kept
-from aionn.runtime.processes.devices import Devices, attach
+from aionn.runtime.processes.devices import Devices, attach, end_retired
 from aionn.runtime.processes.spawning import GRACE_S, KILL_S, Settings
 from aionn.runtime.processes.template import end_idle, leave_template
 from aionn.runtime.record import READING, CompilationRecord, Progress, Record, Unwatched, checked_on_event, current
@@ -270,6 +270,7 @@ class OpenRuntime:
 
     def _beat(self) -> None:
         self._show_caches()
+        end_retired(self.devices)
         end_idle()
 
     def _show_caches(self) -> None:

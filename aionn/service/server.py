@@ -6,6 +6,7 @@ a new socket pair as a guest's, and the app the other end.
 Invariants
     An app gets its connection with a driver, and descriptors that it may only read. No text of one app reaches another one.
     What a guest has in a driver is freed when its connection ends, and when its process ends, also if a child of it holds the connection.
+    A model that the service prepares for a client is given up with it. A client that waits for the same model then prepares it.
     A driver that has had no guest for `IDLE_DRIVER_S` is ended.
     A service that was taken over accepts no app, and ends with its drivers' last guests. If the other one does not serve, it goes on.
     Drivers that have guests at the end of the service are not ended: they serve open bursts for a while, and end by themselves.
@@ -15,13 +16,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import socket
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import anyio
 import msgspec
@@ -30,6 +33,7 @@ from aionn.errors import AionnError, CallerError, DriverDiedError, ServiceDiedEr
 from aionn.hal.types import Priority
 from aionn.hal.values import as_messages
 from aionn.pages.layout import RELEASE
+from aionn.pages.page import until_beat_s
 from aionn.remote.attaching import connect, peer_of, pidfd_of_peer
 from aionn.remote.calls import (
     ConnectDriver,
@@ -67,8 +71,8 @@ T = TypeVar("T")
 logger = logging.getLogger("aionn.service")
 
 IDLE_DRIVER_S = 30.0
-LOOK_S = 10.0
-"""How often the service looks for drivers that nothing uses."""
+LOOK_S = 9.0
+"""The service looks for drivers that nothing uses at the first heartbeat after so long, so that an idle service wakes once a second."""
 
 MOST_APPS = 256
 MOST_OF_A_PROCESS = 64
@@ -104,6 +108,7 @@ class App:
         if self._pidfd >= 0:
             asyncio.get_running_loop().add_reader(self._pidfd, self._process_ended)
         self._in_flight = 0
+        self._working: set[anyio.CancelScope] = set()
         self.connection = Connection(sock, self._call, self._socket_ended, limits=LIMITS)
         self.connection.greet(ServiceReady(PROTOCOL, RELEASE))
 
@@ -124,6 +129,16 @@ class App:
             self._in_flight -= 1
             descriptors.close()
 
+    @contextmanager
+    def while_attached(self) -> Iterator[None]:
+        """Cancel the body when the app goes."""
+        with anyio.CancelScope() as scope:
+            self._working.add(scope)
+            try:
+                yield
+            finally:
+                self._working.discard(scope)
+
     def _socket_ended(self, error: Exception | None) -> None:
         """Forget the app. Its connections with drivers are its own, and end by themselves."""
         if error is not None:
@@ -138,8 +153,10 @@ class App:
         self._service.end_guest(self.number)
 
     def end(self) -> None:
-        """End the connection."""
+        """End the connection, and the work that only this app waits for."""
         self.connection.end(ControlError("the service has ended"))
+        for scope in self._working:
+            scope.cancel()
         fd, self._pidfd = self._pidfd, -1
         if fd >= 0:
             asyncio.get_running_loop().remove_reader(fd)
@@ -164,7 +181,7 @@ class Service:
         self._began_s = time.monotonic()
         self._apps: set[App] = set()
         self._connections = 0  # so far
-        self._unused_since: dict[int, float] = {}
+        self._idle: WeakKeyDictionary[RemoteDevice, tuple[float, bool]] = WeakKeyDictionary()
         self._suspects = Suspects()
         self._models = KeptModels()
         self._watched: WeakSet[RemoteDevice] = WeakSet()
@@ -181,7 +198,7 @@ class Service:
         try:
             self._listen()
             while not self._stop.is_set():
-                with anyio.move_on_after(LOOK_S):
+                with anyio.move_on_after(LOOK_S + until_beat_s()):
                     await self._stop.wait()
                     break
                 await self._end_unused()
@@ -264,7 +281,8 @@ class Service:
             case ConnectDriver():
                 await self._connect(app, call_id, body)
             case OpenModel():
-                await self._open(app, call_id, body, descriptors)
+                with app.while_attached():  # else a driver would go on compiling
+                    await self._open(app, call_id, body, descriptors)
             case ReadService():
                 app.connection.reply(call_id, await self._facts())
             case Evict(key=key):
@@ -291,7 +309,6 @@ class Service:
             try:
                 if pid is None or pidfd < 0 or remote.page is None:
                     raise ServiceDiedError(f"the driver of device {body.device!r} ended just now; ask again")
-                self._unused_since.pop(pid, None)
                 page = remote.page.for_reading()
                 with remote.connection.attach(0, app.number) as sock:
                     app.connection.reply(call_id, ConnectedDriver(Fd(sock.fileno()), Fd(pidfd), Fd(page), pid, remote.page.started_ns))
@@ -325,7 +342,8 @@ class Service:
     # --- drivers -----------------------------------------------------------------------------------------------------
 
     def _watch(self, remote: RemoteDevice) -> None:
-        """Let a driver refuse what is in quarantine, and note what it ran if it dies."""
+        """Let a driver that gets a guest refuse what is in quarantine, and note what it ran if it dies."""
+        self._idle.pop(remote, None)
         if remote in self._watched:
             return
         self._watched.add(remote)
@@ -352,17 +370,24 @@ class Service:
         return ServiceFacts(os.getpid(), RELEASE, seconds, tuple(app.pid for app in self._apps), tuple(drivers))
 
     async def _end_unused(self) -> None:
-        """End drivers that have had no guest and no model for a while."""
+        """End drivers that have had no guest and no model for a while.
+
+        Guests come through this service. So one that has none is left alone for that while, and an idle service sleeps.
+        """
         now_s = time.monotonic()
         for opened, device in self._drivers.devices():
-            guests = await _asked(device, Guests())
-            if guests is None or device.pid is None:
+            if (remote := serving(device)) is None:
                 continue
-            kept = await _asked(device, ListShared())
-            if guests or kept:
-                self._unused_since.pop(device.pid, None)
-            elif now_s - self._unused_since.setdefault(device.pid, now_s) >= IDLE_DRIVER_S:
-                opened.devices.end_unused(device.name, Priority.LOW if device.low_priority is None else Priority.MEDIUM)
+            since_s, unused = self._idle.get(remote, (-math.inf, False))
+            if now_s - since_s < IDLE_DRIVER_S:
+                continue
+            self._idle[remote] = now_s, False  # until a guest comes, also while this call waits
+            if await _asked(device, Guests()) != ():
+                self._idle.pop(remote, None)
+            elif not await _asked(device, ListShared()) and remote in self._idle:
+                if unused:
+                    opened.devices.end_unused(device.name, Priority.LOW if device.low_priority is None else Priority.MEDIUM)
+                self._idle[remote] = now_s, True
 
     # --- the end -----------------------------------------------------------------------------------------------------
 

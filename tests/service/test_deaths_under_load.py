@@ -177,3 +177,31 @@ def test_a_service_that_is_killed_is_followed_by_another(served: Served, apps: l
         for app in apps:
             app.kill()
         last.end()
+
+
+def test_a_service_that_is_replaced_again_and_again_loses_no_frame(served: Served, apps: list[Streaming], folder: Path) -> None:
+    """Each time one of the apps is killed, and another one comes. A service ends when the models in its drivers are closed."""
+    for app in apps:
+        app.go_on()
+    services = [served]
+    try:
+        for replaced in range(SERVICE_KILLS):
+            services.append(Served(folder, "--replace"))
+            number = replaced % APPS
+            apps[number].kill()
+            apps[number] = Streaming(served.path, folder, number)
+            for app in apps:
+                app.go_on(41)
+            guests = [guest["guest"] for guest in services[-1].guests()]
+            assert apps[number].process.pid in guests
+            print(number, [service.process.poll() for service in services])
+        until(lambda: [service.process.poll() for service in services[:-1]] == [0] * SERVICE_KILLS)  # although apps live
+        assert sum(app.counts[1] for app in apps) == 0
+        for app in apps:
+            app.kill()
+        assert not any("Traceback" in service.log for service in services)
+    finally:
+        for app in apps:
+            app.kill()
+        for service in services:
+            service.end()

@@ -31,11 +31,11 @@ from aionn.pages.record_reader import RecordReader
 from aionn.remote import connection
 from aionn.remote.calls import Drain, EndGuest, Evict, Fd, FreeBuffer, Guests, ListShared, OpenModel, Quarantine, ReadService, TakeOver
 from aionn.remote.connection import ControlSocket, PeerLimits
-from aionn.remote.control import GUEST_BODY_BYTES, Attach, CallMessage, Cancel, Failed, Refused, encode
+from aionn.remote.control import GUEST_BODY_BYTES, Attach, CallMessage, Cancel, Failed, Refused, Reply, decode, encode
 from aionn.service import models, server
 from aionn.service.listening import listen
 from aionn.service.server import Service
-from aionn.testing import identity_model
+from aionn.testing import FakeDevice, identity_model
 from tests.service.hostile import DEFAULTS, MODEL, Hostile, begun_frame, descriptors_of, hostile
 from tests.service.served import Looking, Served, evicted, odd_descriptor
 
@@ -64,7 +64,7 @@ KILLED_APP = """
 import asyncio, sys
 import numpy as np
 import aionn
-from aionn.testing import identity_model
+from aionn.testing import FakeDevice, identity_model
 
 SLOW = ["tests.service.number_engines:NumberEngine"]
 
@@ -164,7 +164,8 @@ async def test_a_service_that_is_taken_over_by_a_process_that_dies_goes_on(folde
 
 
 async def test_a_service_whose_folder_was_removed_ends_and_leaves_the_next_one_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "LOOK_S", 0.1)
+    monkeypatch.setattr(server, "LOOK_S", 0.0)
+    monkeypatch.setattr(server, "until_beat_s", lambda: 0.1)
     run = folder / "run"
     path = str(run / "service.sock")
     old = listen(path)
@@ -375,3 +376,42 @@ async def test_a_peer_that_reads_nothing_is_not_read(monkeypatch: pytest.MonkeyP
     finally:
         channel.close()
         theirs.close()
+
+
+@pytest.mark.both_loops
+async def test_a_model_of_a_client_that_goes_is_compiled_no_further(folder: Path, fake_device: FakeDevice) -> None:
+    """Another client waits for the same model, and gets it."""
+    path, file = str(folder / "service.sock"), folder / "model.onnx"
+    file.write_bytes(MODEL)
+    service = Looking(listen(path))
+    fake_device.hang("compile")
+
+    def asked(app: Hostile) -> int:
+        with file.open("rb") as opened:
+            return app.begin(OpenModel(Fd(opened.fileno()), "", (fake_device.name,)))
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(service.serve)
+        first, second = [await anyio.to_thread.run_sync(Hostile.at, path) for _ in range(2)]
+        try:
+            asked(first)
+            await fake_device.heard("compile")
+            call = asked(second)
+            with anyio.fail_after(10):
+                while sum(app._in_flight for app in service._apps) < 2:  # noqa: ASYNC110 -- another process has no event
+                    await anyio.sleep(0.01)
+            first.close()
+            with anyio.fail_after(10):
+                await fake_device.heard("compile")  # the first one was given up while it hung
+            fake_device.behave()
+            answer = await anyio.to_thread.run_sync(second.read)
+            assert isinstance(answer, Reply)
+            assert answer.id == call
+            opened = decode(answer.answer, second._fds.__next__, OpenModel)
+            os.close(opened.pidfd)
+            os.close(opened.socket)
+        finally:
+            fake_device.behave()
+            first.close()
+            second.close()
+            service.end()

@@ -144,6 +144,29 @@ async def test_a_service_is_replaced_under_a_stream(served: Served, folder: Path
                 other.end()
 
 
+async def test_a_service_that_was_replaced_ends_although_its_app_lives(served: Served, folder: Path) -> None:
+    async with aionn.Runtime(service=served.path, start=()) as runtime:
+        kept, dropped = [await runtime.compile(MODEL, devices=REFERENCE) for _ in range(2)]
+        async with kept.burst() as burst:
+            await right(burst.compute, 1)
+            before = pid_of(runtime)
+            other = Served(folder, "--replace")
+            try:
+                await dropped.aclose()
+                await until(lambda: pid_of(runtime) is None)
+                newer = await runtime.compile(MODEL, devices=REFERENCE)
+                assert pid_of(runtime) not in (None, before)
+                await right(burst.compute, 2)
+                assert alive(before)
+                await kept.aclose()
+                await until(lambda: served.process.poll() == 0)
+                assert not alive(before)
+                await right(newer.compute, 3)
+                assert [guest["guest"] for guest in other.guests()] == [os.getpid()]
+            finally:
+                other.end()
+
+
 async def test_what_a_killed_app_held_is_freed_and_others_go_on(served: Served) -> None:
     async with aionn.Runtime(service=served.path, start=()) as runtime:
         compilation = await runtime.compile(MODEL, devices=REFERENCE)
@@ -431,7 +454,8 @@ async def test_a_service_that_stands_still_is_named(served: Served, monkeypatch:
 @asynccontextmanager
 async def looking(folder: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Looking, str]]:
     monkeypatch.setattr(server, "IDLE_DRIVER_S", 1.0)
-    monkeypatch.setattr(server, "LOOK_S", 0.1)
+    monkeypatch.setattr(server, "LOOK_S", 0.0)
+    monkeypatch.setattr(server, "until_beat_s", lambda: 0.1)
     path = str(folder / "s.sock")
     service = Looking(listen(path), str(folder / "state"))
     async with anyio.create_task_group() as group:
@@ -450,6 +474,29 @@ async def test_a_driver_stays_while_it_keeps_a_model_and_ends_after_it(folder: P
         assert alive(driver)
         assert await anyio.to_thread.run_sync(evicted, path) == 1
         await until(lambda: not alive(driver))
+
+
+async def test_a_driver_without_guests_is_left_alone_until_it_may_end(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = 0
+    ask = server._asked
+
+    async def counted(*arguments: Any) -> Any:
+        nonlocal asked
+        asked += 1
+        return await ask(*arguments)
+
+    async with looking(folder, monkeypatch) as (service, path):
+        monkeypatch.setattr(server, "IDLE_DRIVER_S", 1000.0)
+        monkeypatch.setattr(server, "_asked", counted)
+        for _ in range(2):
+            async with aionn.Runtime(service=path, start=()) as runtime:
+                await right((await runtime.compile(MODEL, devices=REFERENCE)).compute, 1)
+                before = asked
+                await until(lambda: asked > before + 5)  # it has a guest, so it is asked at each look  # noqa: B023
+            await until(lambda: len(service._idle) == 1)
+            before, looks = asked, service.looks
+            await until(lambda: service.looks > looks + 10)  # noqa: B023
+            assert asked == before
 
 
 async def test_settings_that_no_driver_has_make_room_for_others(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -246,7 +246,7 @@ class Devices:
         self.by_name: dict[str, Device] = {}
         self._workers: set[DriverProcess] = set()
         self._ending: set[DriverProcess] = set()
-        self._retired: set[DriverProcess] = set()
+        self._retired: dict[DriverProcess, Device] = {}
         self._closed = False
         self._turn = anyio.Lock()
         self.service = _link_of(self) if settings.service else None
@@ -321,14 +321,9 @@ class Devices:
         Call it in a task of the runtime. The end of the process is awaited in the background. It does not count as a death.
         """
         device = self.find(name, priority)
-        process = device._process
-        remote = None if process is None else process.serving
-        if process is None or remote is None or device._kept or self._closed or not remote.unused:
-            return
-        device._process = None
-        device._restarts.forgive()
-        self._ending.add(process)
-        self.tasks.start_soon(self._end, device, process, name=f"end of {name}")
+        if device._process is not None and _end_if_unused(self, device, device._process):
+            device._process = None
+            device._restarts.forgive()
 
     async def _end(self, device: Device, process: DriverProcess) -> None:
         try:
@@ -532,7 +527,24 @@ def _pass_over(devices: Devices) -> None:
     for device in devices_of(devices):
         process, device._process = device._process, None
         if process is not None and process.alive:
-            devices._retired.add(process)
+            devices._retired[process] = device
+
+
+def end_retired(devices: Devices) -> None:
+    """Let the drivers of a service that was replaced go, once the app has nothing in them. The service waits for that."""
+    for process, device in list(devices._retired.items()):
+        if not process.alive or _end_if_unused(devices, device, process):
+            del devices._retired[process]
+
+
+def _end_if_unused(devices: Devices, device: Device, process: DriverProcess) -> bool:
+    """Begin to end a process in which the device has nothing. Returns whether it ends."""
+    remote = process.serving
+    if remote is None or device._kept or devices._closed or not remote.unused:
+        return False
+    devices._ending.add(process)
+    devices.tasks.start_soon(devices._end, device, process, name=f"end of {device.name}")
+    return True
 
 
 async def _ask_early(devices: Devices, device: Device) -> None:
