@@ -93,7 +93,10 @@ def served() -> Iterator[str]:
     )
     assert process.stdout is not None
     try:
-        yield process.stdout.readline().strip()
+        url = process.stdout.readline().strip()
+        if not url:
+            raise LookupError("the server of the live page ended early; its messages are above")
+        yield url
     finally:
         process.terminate()
         process.wait()
@@ -114,7 +117,7 @@ def record() -> Recording:
     """Show the live page in chromium until a better stage has taken over, and some seconds after the drivers were killed.
 
     Raises:
-        LookupError: there is no chromium, or the better stage did not take over. The sentence says so.
+        LookupError: there is no chromium, the server ended early, or the better stage did not take over. The sentence says which.
     """
     sys.path.insert(0, str(LIVE.parent))
     from carriers import packaged
@@ -124,17 +127,17 @@ def record() -> Recording:
         raise LookupError("chromium is not installed; run apt-get install chromium")
     steps: list[Step] = []
     with tempfile.TemporaryDirectory() as folder, served() as url, sync_playwright() as playwright:
-        film, sound = Path(folder, "belt.mjpeg"), Path(folder, "speech.wav")
+        film, speech = Path(folder, "belt.mjpeg"), Path(folder, "speech.wav")
         parcels(film)
         samples, rate = soundfile.read(packaged("moonshine_voice", "assets/two_cities.wav"))
-        soundfile.write(sound, samples, rate, subtype="PCM_16")
+        soundfile.write(speech, samples, rate, subtype="PCM_16")
         flags = (
             "--headless=new",
             "--no-sandbox",
             "--use-fake-ui-for-media-stream",
             "--use-fake-device-for-media-stream",
             f"--use-file-for-fake-video-capture={film}",
-            f"--use-file-for-fake-audio-capture={sound}",
+            f"--use-file-for-fake-audio-capture={speech}",
             "--autoplay-policy=no-user-gesture-required",
         )
         browser = playwright.chromium.launch(executable_path=chromium, headless=False, args=list(flags))
