@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.bench import versus, versus_pages
+from tests.bench.starts_processes import WorkerError, descendants
 from tests.bench.versus import TASKS, Figures, Task, run
 from tests.bench.versus_pages import FIGURES, PAGES, PICTURES, ROWS, filled, interval, lost_part, outside, picture, size
 
@@ -54,6 +56,7 @@ def test_a_ratio_outside_of_its_interval_is_named() -> None:
     first, *_, last = outside(run_with(100.0), run_with(50.0))
     assert first == "One stream of Silero VAD: aionn / direct is 4.00, and was 2.00 (1.90 to 2.10)"
     assert last == "0 of 11 ratios lie within the interval that the page states"
+    assert len(outside(run_with(100.0), run_with(200.0))) == 12
 
 
 def test_a_figure_has_the_unit_that_fits() -> None:
@@ -76,19 +79,28 @@ def test_a_way_whose_package_is_missing_is_left_out_in_one_sentence(monkeypatch:
     assert kept["rows"] == {}
 
 
-@pytest.mark.parametrize("way", ["direct", "to_thread", "process pool", "shared memory", "iceoryx2", "aionn"])
+@pytest.mark.parametrize("way", ["direct", "to_thread", "process pool", "shared memory", "iceoryx2", "LitServe", "aionn"])
 def test_a_way_runs_and_goes_on_after_a_death(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two streams run beside each other. Where a death is noticed, the next answer is right."""
     if not versus.installed(way):
         pytest.skip("its package is only in the extra `bench`")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    figures = Figures(1)
+    figures, before = Figures(1), set(descendants(os.getpid()))
     for task in (Task("one", (way,), 1, 100, 2), Task("two", (way,), 2, 100, 2)):
         figures.check(task.name, "direct", 0.00389)
         run(figures, task, way, 0, str(tmp_path / "cache"))
+    assert set(descendants(os.getpid())) <= before
     rows = {"one, p50", "one, p99", "one, cpu", "two, p50", "two, p99", "two, cpu", "start", "memory"}
     assert figures.rows.keys() == rows | ({"death"} if way in versus.MORTAL else set())
     assert all(figure is not None and figure > 0 for lanes in figures.rows.values() for figure in lanes[way])
+
+
+def test_another_answer_than_that_of_the_other_ways_ends_all_processes(tmp_path: Path) -> None:
+    """The process of this way does not end with its app."""
+    figures, before = Figures(1, checksums={"one": 1.0}), set(descendants(os.getpid()))
+    with pytest.raises(WorkerError, match=r"one, process pool: the sum of the outputs is 0\.003"):
+        run(figures, TASKS[0], "process pool", None, str(tmp_path))
+    assert set(descendants(os.getpid())) <= before
 
 
 def test_every_way_takes_part_in_the_first_task() -> None:

@@ -77,7 +77,12 @@ def serve(given: dict[str, Any]) -> None:
         os.eventfd_write(answered, 1)
 
 
+def end_with_parent(by: signal.Signals = signal.SIGKILL) -> None:
+    """Let the kernel send a signal to this process when its parent has ended. The parent alone answers to Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, by)
+
+
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # its parent ends it
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()
     serve(json.loads(sys.argv[1]))

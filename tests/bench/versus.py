@@ -17,9 +17,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -108,13 +109,25 @@ class Figures:
             raise WorkerError(f"{task}, {way}: the sum of the outputs is {checksum}, but that of the other ways is {right}")
 
 
+@contextmanager
+def ending_all(worker: Worker) -> Iterator[None]:
+    """After an error, end what the worker has started. Not every way ends by itself with its app."""
+    try:
+        yield
+    except BaseException:
+        for pid in descendants(worker.pid):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        raise
+
+
 def run(figures: Figures, task: Task, way: str, number: int | None, cache_dir: str) -> None:
     """Run a task in one way in a fresh process. Without a number only start it, so that files and caches are warm for all ways."""
     kill = task.name == "one" and way in MORTAL
     given = {"kind": way, "contender": way, "job": asdict(task.job(cache_dir)), "rate": task.rate, "frames": task.frames, "kill": kill}
     if number is None:
         given |= {"frames": 1, "kill": False}
-    with Worker(given, WORKER) as worker:
+    with Worker(given, WORKER) as worker, ending_all(worker):
         first = worker.answer()
         figures.check(task.name, way, first["checksum"])
         if number is not None:

@@ -11,6 +11,7 @@ import base64
 import json
 import mmap
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -374,7 +375,8 @@ async def litserve_http(job: Job) -> AsyncIterator[Opened]:
         port = free.getsockname()[1]
     given = {"model": job.path, "threads": job.threads, "inputs": job.inputs, "outputs": list(job.outputs), "port": port}
     command = [sys.executable, "-m", "tests.bench.versus_litserve", json.dumps(given)]
-    server = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # noqa: ASYNC220 - as above
+    silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    server = subprocess.Popen(command, cwd=ROOT, start_new_session=True, **silent)  # type: ignore[call-overload]  # noqa: ASYNC220
     pid = 0
 
     async def call(inputs: Arrays) -> Arrays:
@@ -406,7 +408,7 @@ async def litserve_http(job: Job) -> AsyncIterator[Opened]:
                 await asyncio.sleep(0.02)
             yield Opened([call] * job.streams, serving)
     finally:
-        server.terminate()
+        os.killpg(server.pid, signal.SIGKILL)  # its other processes would outlive a SIGTERM
         server.wait()
 
 
@@ -442,4 +444,7 @@ OPEN: dict[str, Callable[[Job], Any]] = {
     "aionn": aionn_burst,
 }
 if __name__ == "__main__":
+    from tests.bench.real_worker import end_with_parent
+
+    end_with_parent()
     serve_iceoryx2(json.loads(sys.argv[1]))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,7 +17,7 @@ import litserve
 import numpy as np
 from starlette.responses import Response
 
-from tests.bench.real_worker import session_of
+from tests.bench.real_worker import end_with_parent, session_of
 
 
 class Served(litserve.LitAPI):  # type: ignore[misc]
@@ -39,6 +40,7 @@ class Served(litserve.LitAPI):  # type: ignore[misc]
 
 
 if __name__ == "__main__":
+    end_with_parent(signal.SIGTERM)  # so that it ends its process, too
     given = json.loads(sys.argv[1])
     server = litserve.LitServer(Served(given), accelerator="cpu", fast_queue=True, restart_workers=True)
     server.run(host="127.0.0.1", port=given["port"], generate_client_file=False, log_level="error")
