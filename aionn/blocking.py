@@ -219,7 +219,7 @@ class _ServiceClient:
         try:
             with socket.socket(fileno=descriptors.take(opened.socket)) as sock:
                 pidfd = partial(descriptors.take, opened.pidfd)
-                return AttachedDriver(opened.device, sock.dup(), pidfd, opened.prepared, self.waits, None, alone=True)
+                return AttachedDriver(opened.device, sock.dup(), pidfd, opened.prepared, self.waits, None, lambda: True)
         finally:
             descriptors.close()
 
@@ -306,7 +306,7 @@ class _ServiceConnection(BlockingConnection):
         if self.inherited:
             raise CallerError(_CHILD)
 
-    async def live(self, deadline_ns: int | None) -> Any:
+    async def live(self, deadline_ns: int | None, gone: Any) -> Any:
         offer, self._client.offer = self._client.offer, None
         driver = offer or await self._client.ask(deadline_ns)
         self._compiled.serving = serving = _Serving(await self.open_driver(driver, deadline_ns), self._model)  # type: ignore[assignment]

@@ -60,20 +60,19 @@ class AttachedDriver:
         prepared: Prepared,
         waits: ThreadWaits,
         main: Connection | None,
-        *,
-        alone: bool,
+        alone: Callable[[], bool],
     ) -> None:
         """
         Args:
             name: of the device. sock: to the driver. pidfd: returns a pidfd of it, or -1. This object owns both from then on.
             prepared: the prepared model, with its number for this client.
             main: the connection of the runtime that has the driver, or None.
-            alone: do not wait for the runtime's reason, because its loop cannot run meanwhile.
+            alone: returns whether the runtime's loop cannot run while the calling thread waits, so that its reason is not waited for.
         """
         self._name = name
         self.message = prepared
         self._waits = waits
-        self._alone = alone or main is None
+        self._alone = alone
         self._device: RemoteDevice | None = None
         self._greeting = waits.create_future()
         self._timer: Timer | None = None
@@ -149,7 +148,7 @@ class AttachedDriver:
     def _process_ended(self) -> None:
         self._waits.remove_reader(self._pidfd)
         self.connection.drain()
-        self._end_within(0.0 if self._alone else DYING_S)
+        self._end_within(0.0 if self._main is None or self._alone() else DYING_S)
 
     def _end_within(self, seconds: float) -> None:
         """Wait a moment for the runtime's reason, because the driver has ended, or has closed this connection."""
@@ -194,8 +193,8 @@ class AttachedDriver:
             os.close(fd)
 
 
-def attached_to(model: RemotePreparedModel, waits: ThreadWaits, *, alone: bool) -> AttachedDriver:
+def attached_to(model: RemotePreparedModel, waits: ThreadWaits, alone: Callable[[], bool]) -> AttachedDriver:
     """Become one more client of the driver in which a runtime has a prepared model. `alone` is as for `AttachedDriver`."""
     device = model.device
     sock, message = device.connection.attach(model.number), Prepared(ATTACHED, as_messages(model.inputs), as_messages(model.outputs))
-    return AttachedDriver(device.name, sock, device.pidfd, message, waits, device.connection, alone=alone)
+    return AttachedDriver(device.name, sock, device.pidfd, message, waits, device.connection, alone)

@@ -23,8 +23,10 @@ from anyio.from_thread import BlockingPortal, start_blocking_portal
 from numpy.typing import NDArray
 
 import aionn
+from aionn.remote import attached
 from aionn.runtime.processes.devices import Devices
 from aionn.runtime.streaming.blocking import BlockingConnection, _Tidying
+from aionn.runtime.streaming.blocking_runtime import RuntimeConnection, RuntimeLoop
 from aionn.testing import FakeDevice, identity_model
 from tests.journeys.silero import Directly, assert_same, still, windows
 from tests.leaks import driver_pids, ended, leak_check, wait_for_end
@@ -203,10 +205,12 @@ async def test_a_driver_that_is_killed_ends_the_call_and_the_next_one_starts_ano
         burst.close()
 
 
-async def test_a_death_that_the_runtime_has_not_seen_yet_ends_no_second_call(fake: FakeDevice) -> None:
+@pytest.mark.parametrize("opened_by", ["a thread", "the loop"])
+async def test_a_death_that_the_runtime_has_not_seen_yet_ends_no_second_call(opened_by: str, fake: FakeDevice) -> None:
     """The runtime's loop is busy while the driver dies. The thread's call ends after it has run, with its reason."""
     async with leak_check(), aionn.Runtime() as runtime:
-        burst = await opened(await compiled(runtime, fake))
+        compilation = await compiled(runtime, fake)
+        burst = await opened(compilation) if opened_by == "a thread" else compilation.blocking().__enter__()
         await in_thread(right, burst, 1)
         fake.hang()
         call = Caller(burst.compute, of(2))
@@ -219,6 +223,77 @@ async def test_a_death_that_the_runtime_has_not_seen_yet_ends_no_second_call(fak
         error = await call.outcome()
         assert isinstance(error, aionn.DriverDiedError)
         assert error.exit_code == -signal.SIGKILL
+        await in_thread(right, burst, 3)
+        burst.close()
+
+
+@pytest.mark.parametrize("opened_by", ["a thread", "the loop"])
+async def test_a_driver_that_died_before_it_was_reached_costs_no_try(
+    opened_by: str, fake: FakeDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The runtime's loop is busy until the thread asks it for another driver. So the second try reaches for the dead one first."""
+    monkeypatch.setattr(attached, "DYING_S", 0.0)
+    async with leak_check(), aionn.Runtime() as runtime:
+        compilation = await compiled(runtime, fake)
+        burst = await opened(compilation) if opened_by == "a thread" else compilation.blocking().__enter__()
+        await in_thread(right, burst, 1)
+        tried, asked, ask, reach = [], threading.Event(), RuntimeLoop.__call__, RuntimeConnection.reach
+
+        def asks(*call: Any) -> Any:
+            asked.set()
+            return ask(*call)
+
+        def reaches(*call: Any) -> Any:
+            tried.append(1)
+            return reach(*call)
+
+        monkeypatch.setattr(RuntimeLoop, "__call__", asks)
+        monkeypatch.setattr(RuntimeConnection, "reach", reaches)
+
+        def retried() -> None:
+            try:
+                right(burst, 2, retry=1)
+            finally:
+                asked.set()
+
+        (pid,) = driver_pids()
+        os.kill(pid, signal.SIGKILL)
+        assert wait_for_end(pid, 20)
+        call = Caller(retried)
+        assert asked.wait(20)  # the loop stands still until then
+        assert len(tried) == 1
+        assert await call.outcome() is None
+        assert len(tried) == 2
+        burst.close()
+
+
+async def test_a_burst_opens_after_its_driver_has_died(fake: FakeDevice) -> None:
+    """The loop has not seen the death. In the loop's own thread, the error says that no other driver can be started."""
+    async with leak_check(), aionn.Runtime() as runtime:
+        compilation = await compiled(runtime, fake)
+        await compilation.compute(of(0))
+        (pid,) = driver_pids()
+        os.kill(pid, signal.SIGKILL)
+        assert wait_for_end(pid, 20)
+        with pytest.raises(aionn.CallerError, match="needs the runtime's event loop, to start a driver"):
+            compilation.blocking().__enter__()
+        burst = await opened(compilation)
+        await in_thread(right, burst, 1)
+        burst.close()
+
+
+async def test_a_model_that_ends_its_driver_is_prepared_once_for_a_call(fake: FakeDevice) -> None:
+    async with leak_check(), aionn.Runtime() as runtime:
+        burst = await opened(await compiled(runtime, fake))
+        await in_thread(right, burst, 1)
+        fake.crash("compile")
+        (pid,) = driver_pids()
+        os.kill(pid, signal.SIGKILL)
+        assert await ended(pid, 30)
+        (device,) = (device for device in runtime.devices if device.name == fake.name)
+        assert isinstance(await in_thread(outcome, burst.compute, of(2)), aionn.DriverDiedError)
+        assert device.statistics()["starts"] == 2
+        fake.behave()
         await in_thread(right, burst, 3)
         burst.close()
 

@@ -377,6 +377,17 @@ async def test_a_thread_attaches_without_an_event_loop(served: Served, silero_pa
     await until(lambda: served.guests() == [])
 
 
+def test_a_driver_that_dies_after_it_was_offered_costs_a_thread_no_try(served: Served, folder: Path) -> None:
+    model = folder / "model.onnx"
+    model.write_bytes(identity_model({"input": SHAPE}))
+    burst = aionn.blocking.attach(model, devices=REFERENCE, service=served.path)
+    (driver,) = served.facts()["drivers"]
+    os.kill(driver["pid"], signal.SIGKILL)
+    with burst:
+        for number in range(2):
+            assert (burst.compute({"input": np.full(SHAPE, number, np.float32)})["input_out"] == number).all()
+
+
 def test_a_threads_client_says_what_is_wrong(served: Served, folder: Path) -> None:
     broken = folder / "broken.onnx"
     broken.write_bytes(b"this is no model")

@@ -22,7 +22,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from aionn import trace
-from aionn.errors import AionnError, CallerError, again
+from aionn.errors import AionnError, CallerError, DriverDiedError, again
 from aionn.fmq.thread_waits import ThreadWaits, completed
 from aionn.hal.types import Operand
 from aionn.remote.attached import AttachedDriver, ModelGoneError
@@ -44,7 +44,7 @@ DEPTH = 4
 """So many requests may be with the driver: one whose caller waits, and others whose callers have left."""
 
 _ATTEMPTS = 4
-"""How often a connection is tried while models are swapped."""
+"""How often a connection is tried while models are swapped, or drivers die."""
 
 _CLOSED = "the burst was closed while this call waited"
 _NOT_OPEN = "the burst is not open; use it inside `with ... as burst`"
@@ -79,8 +79,11 @@ class OwnerOfDrivers(AnyConnection):
     async def passed(self, deadline_ns: int | None) -> None:
         """Wait while executions are held back."""
 
-    async def live(self, deadline_ns: int | None) -> Serving:
-        """Return what serves now. Its driver is started and its model prepared, if they are not."""
+    async def live(self, deadline_ns: int | None, gone: Serving | None) -> Serving:
+        """Return what serves now. Its driver is started and its model prepared, if they are not.
+
+        `gone` was found without its driver or its model. The owner of the drivers may not know that yet, and is asked.
+        """
         raise NotImplementedError
 
     async def reach(self, deadline_ns: int | None, model: RemotePreparedModel) -> RemotePreparedModel:
@@ -251,18 +254,21 @@ class BlockingConnection(OwnerOfDrivers):
         return await self._connect(deadline_ns)
 
     async def _connect(self, deadline_ns: int | None) -> Link:
-        attempts = 0
+        attempts, serving, gone = 0, None, None
         while True:
             self.check_open()
             self._disconnect()
-            serving = await self.live(deadline_ns)
             attempts += 1
             try:
+                serving = await self.live(deadline_ns, gone)
                 with trace.span("burst.connect", device=serving.device, stage=serving.stage, **trace_of(self)):
                     link = await self._link_to(serving, reach=partial(self.reach, deadline_ns))
-            except ModelGoneError:  # another model serves by now, or does so soon
-                if attempts == _ATTEMPTS:
+            except (ModelGoneError, DriverDiedError):
+                # Another model serves by now, or does so soon. Or the driver died, which costs the caller no try, because nothing was sent.
+                # One that died before it was reached may have died of the model, which the caller alone may try again.
+                if attempts == _ATTEMPTS or not self._drivers:
                     raise
+                gone = serving
                 continue
             if serving is self._compiled.serving or attempts == _ATTEMPTS:
                 self.install(link)

@@ -45,7 +45,6 @@ class RuntimeLoop:
         self._waits = waits
         self._asking: Any = None
 
-    @property
     def is_here(self) -> bool:
         """Whether this thread runs the loop."""
         return _get_running_loop() is self._session.loop
@@ -64,7 +63,7 @@ class RuntimeLoop:
             error = DeadlineError("the runtime's event loop did not do its part by the deadline; the app may keep it busy")
             late = self._waits.call_later(seconds_until(deadline_ns), asking.set_exception, error)
         try:
-            if self.is_here:
+            if self.is_here():
                 work.close()
                 raise CallerError(_OWN_LOOP.format(what=what))
             try:
@@ -139,7 +138,7 @@ class FallbackFromThread:
         self._in_loop = in_loop
 
     async def __call__(self, serving: Serving, error: ExecutionError, result: Result, call: Call) -> Outputs | None:
-        if self._in_loop.is_here:
+        if self._in_loop.is_here():
             return None  # the loop cannot run meanwhile
         found: Outputs | None = await self._in_loop(self._fallback(serving, error, result, call), call.options.deadline_ns)
         return found
@@ -192,18 +191,18 @@ class RuntimeConnection(BlockingConnection):
         compiled = self._compiled
         if compiled.watched:
             call_soon_from_anywhere(self.session.loop, compiled.use.count)
-        if compiled.gate.shut and not self._in_loop.is_here:
+        if compiled.gate.shut and not self._in_loop.is_here():
             await self._in_loop(compiled.gate.passed(deadline_ns), deadline_ns)
 
-    async def live(self, deadline_ns: int | None) -> Serving:
+    async def live(self, deadline_ns: int | None, gone: Serving | None) -> Serving:
         self._kept_model.check_not_closed()
         serving = self._compiled.serving
-        if serving is None or not serving.alive:
+        if serving is None or serving is gone or not serving.alive:
             serving = await self._in_loop(self._kept_model.live(deadline_ns), deadline_ns, "start a driver or prepare the model")
         return serving
 
     async def reach(self, deadline_ns: int | None, model: RemotePreparedModel) -> RemotePreparedModel:
-        return await self.open_driver(attached_to(model, self._waits, alone=self._in_loop.is_here), deadline_ns)
+        return await self.open_driver(attached_to(model, self._waits, self._in_loop.is_here), deadline_ns)
 
     def join(self) -> None:
         call_soon_from_anywhere(self.session.loop, self._compiled.members.add, self)
