@@ -8,7 +8,9 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import wave
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -18,6 +20,8 @@ import pytest
 import aionn
 from aionn.adapters.livekit import AionnInferenceExecutor, OnnxMethod
 from aionn.testing import FakeDevice, identity_model
+from tests.docs.pages import programs
+from tests.docs.worlds import fill
 from tests.leaks import leak_check
 from tests.service.served import Served, serving
 
@@ -82,6 +86,43 @@ async def test_with_a_retry_the_calls_get_their_answers_from_the_next_process(fa
         os.kill(pid, signal.SIGKILL)
         with anyio.fail_after(60):
             assert await asyncio.gather(*waiting) == [DATA] * 4
+
+
+@pytest.mark.own_process("livekit")
+async def test_the_vad_of_the_page_has_the_events_of_silero_though_its_driver_is_killed(tmp_path: Path) -> None:
+    """The program of docs/how-to/livekit.md, beside `silero.VAD.load()`, over the whole recording."""
+    (page,) = (block for block in programs() if block.section == "Voice activity")
+    world: dict[str, Any] = {"__name__": "page"}
+    exec(compile(page.text.replace("aionn.run(main)", ""), str(page.page), "exec"), world)
+    fill(tmp_path)
+    windows = 0
+
+    async def events(vad: Any, kill: Callable[[], None]) -> list[tuple[str, float]]:
+        nonlocal windows
+        stream, found = vad.stream(), []
+        with wave.open(str(tmp_path / "speech.wav")) as sound:
+            while data := sound.readframes(160):
+                stream.push_frame(world["rtc"].AudioFrame(data, 16000, 1, len(data) // 2))
+        stream.end_input()
+        async for event in stream:
+            windows += event.type == world["VADEventType"].INFERENCE_DONE
+            if event.type != world["VADEventType"].INFERENCE_DONE:
+                found.append((event.type.name, event.timestamp))
+            elif windows == 400:
+                kill()
+        await stream.aclose()
+        return found
+
+    expected = await events(world["silero"].VAD.load(), lambda: None)
+    assert (windows, len(expected)) == (883, 27)
+    async with aionn.Runtime() as runtime:
+        compilation = await runtime.compile(await runtime.load(world["MODEL"]), threads=1)
+        session, windows = world["Session"](compilation.blocking), 0
+        (first,) = (device.pid for device in runtime.devices if device.pid is not None)
+        vad = world["silero"].VAD(session=session, opts=world["OPTIONS"])
+        assert await events(vad, lambda: os.kill(first, signal.SIGKILL)) == expected
+        assert windows == 883
+        assert first not in [device.pid for device in runtime.devices]
 
 
 async def test_a_call_that_is_cancelled_leaves_the_others(fake: FakeDevice) -> None:

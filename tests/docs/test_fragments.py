@@ -19,6 +19,7 @@ import tomllib
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import anyio
@@ -37,6 +38,7 @@ from tests.leaks import leak_check
 from tests.real_models import carried
 from tests.runtime.values_models import linear_classifier
 from tests.scaled_model import scaled_model
+from tests.service.served import Served, serving
 
 FRAMES = 4
 
@@ -73,6 +75,7 @@ WORLDS = {
     "Checking an engine",
     "Formats other than ONNX",
     "The turn detector's model",
+    "The same in `prewarm`",
 }
 
 
@@ -543,3 +546,24 @@ async def test_the_turn_detectors_model() -> None:
         said = {"chat_ctx": [{"role": "user", "content": "see you"}, {"role": "assistant", "content": ""}]}
         answer = await Context._inf_executor.do_inference("lk_end_of_utterance_en", json.dumps(said).encode())
         assert json.loads(answer) == {"eou_probability": 3.0}
+
+
+@pytest.mark.own_process("livekit")
+def test_livekits_vad_in_prewarm(monkeypatch: pytest.MonkeyPatch) -> None:
+    (page,) = (block for block in programs() if block.section == "Voice activity")
+    world: dict[str, Any] = {"__name__": "page", "JobProcess": object}
+    exec(compile(page.text.replace("aionn.run(main)", ""), str(page.page), "exec"), world)
+    block = the_block("The same in `prewarm`", "python")
+    exec(compile(block.text, str(block.page), "exec"), world)
+    process = SimpleNamespace(userdata={})
+    with serving() as folder:
+        monkeypatch.setenv("AIONN_SERVICE", str(folder / "service.sock"))
+        with pytest.raises(aionn.DeviceUnavailableError):
+            world["prewarm"](process)
+        served = Served(folder)
+        try:
+            world["prewarm"](process)
+            assert isinstance(process.userdata["vad"], world["silero"].VAD)
+            assert len(served.guests()) == 1
+        finally:
+            served.end()
