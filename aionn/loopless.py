@@ -90,7 +90,7 @@ def running_loop() -> asyncio.AbstractEventLoop:
     try:
         return asyncio.get_running_loop()
     except RuntimeError:
-        raise CallerError("no asyncio or uvloop event loop runs in this thread; start one with aionn.run(main)") from None
+        raise CallerError("no asyncio or uvloop event loop runs in this thread; use aionn.run(main), or a portal's call()") from None
 
 
 def deadline_of(timeout_s: float | None) -> int | None:

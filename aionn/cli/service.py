@@ -133,7 +133,8 @@ def show(path: str | None, as_json: bool) -> None:
         for driver in facts.drivers
         for guest in driver.guests
     ]
-    title = f"service {facts.pid} (aionn {facts.release}), {len(facts.apps)} attached, for {duration(facts.seconds)}"
+    apps = [pid for pid in facts.apps if pid != os.getpid()]  # this command asks over a connection, too
+    title = f"service {facts.pid} (aionn {facts.release}), apps: {len(set(apps))}, connections: {len(apps)}, for {duration(facts.seconds)}"
     print_table(title, ("app", "device", "driver", "models", "bursts", "buffers"), rows)
     models = [
         (each.key, each.label, driver.device, size(each.size_bytes), str(len(each.apps)), str(each.executions), duration(each.idle_s))

@@ -211,7 +211,7 @@ class DriverFacts(ControlMessage, frozen=True):
 
 
 class ServiceFacts(ControlMessage, frozen=True):
-    """What a service holds now. `apps` has the process of each app that is attached."""
+    """What a service holds now. `apps` has the process of each connection, so one app may stand there several times."""
 
     pid: int
     release: str

@@ -160,7 +160,7 @@ class RemoteDevice:
 
     def remember(self, number: int, model: PooledModel) -> None:
         """Note which model a prepared model was made of."""
-        self._models[number] = label(model)[:12]
+        self._models[number] = label(model).removesuffix(".onnx")[:12]
 
     def remove_model(self, number: int) -> None:
         """Forget a prepared model that is released."""

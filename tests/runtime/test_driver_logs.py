@@ -118,3 +118,16 @@ print(all(found.propagate for found in ours), logging.root.handlers)
 """
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert ran.stdout.splitlines() == ["True {0} ['NullHandler']", "True []"]
+
+
+async def test_a_death_names_the_models_without_the_ending_of_their_files(
+    fake: FakeDevice, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "silero_vad.onnx").write_bytes(identity_model())
+    async with aionn.Runtime() as runtime:
+        compilation = await runtime.compile(await runtime.load(tmp_path / "silero_vad.onnx"), devices=(fake.name,))
+        fake.crash()
+        with pytest.raises(aionn.DriverDiedError):
+            await compilation.compute(QUIET)
+    (message,) = (record.getMessage() for record in caplog.records if record.name == "aionn.driver")
+    assert message.endswith("with the models silero_vad)")

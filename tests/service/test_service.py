@@ -8,6 +8,8 @@ import os
 import signal
 import socket
 import struct
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
@@ -369,6 +371,9 @@ async def test_a_thread_attaches_without_an_event_loop(served: Served, silero_pa
             for number, burst in enumerate((first, second, first)):
                 assert (burst.compute({"input": np.full(SHAPE, number, np.float32)})["input_out"] == number).all()
             assert sum(guest["models"] for guest in served.guests()) == 2
+            ps = [sys.executable, "-m", "aionn", "ps", "--socket", served.path]
+            printed = subprocess.run(ps, check=True, capture_output=True, text=True, timeout=60).stdout
+            assert "apps: 1, connections: 2," in " ".join(printed.split())
         with aionn.blocking.attach(silero_path, service=served.path) as burst:
             outputs = burst.compute({"input": np.zeros((1, 576), np.float32), "state": np.zeros((2, 1, 128), np.float32)})
             assert outputs["output"].shape == (1, 1)
