@@ -27,14 +27,14 @@ from playwright.sync_api import sync_playwright
 
 LIVE = Path(__file__).parents[1] / "examples" / "live"
 
-BEFORE_SWAP_S, BEFORE_DEATH_S, AFTER_DEATH_S = 4.0, 3.0, 4.5
+BEFORE_SWAP_S, BEFORE_DEATH_S, AFTER_DEATH_S = 3.5, 3.5, 4.5
 SWAP_WITHIN_S = 60
 STEP_S = 0.3  # between two pictures of the camera, and two figures
 
 WIDTH, HEIGHT = 900, 384
 PICTURE = (320, 256)  # the camera's
 RIGHT, PANEL = 412, 476  # where the right half begins, and how wide it is
-PAST_S = 10.0  # sound and latencies that can be seen at once
+PAST_S = 8.0  # sound and latencies that can be seen at once
 LATENCIES_MS = (1, 10, 100, 1000, 10_000)
 HEADS = ["Frames/s", "Age ms", "Drops", "Stage", "Recovered"]
 CELLS = ("fps", "age", "drops", "stage", "recovered")
