@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.bench import versus, versus_pages
-from tests.bench.starts_processes import WorkerError, descendants
+from tests.bench.starts_processes import WorkerError
 from tests.bench.versus import TASKS, Figures, Task, run
 from tests.bench.versus_pages import FIGURES, PAGES, PICTURES, ROWS, filled, interval, lost_part, outside, picture, size
+from tests.leaks import left_running
 
 WRITE = "write pages and pictures with `python -m tests.bench versus --write`"
 
@@ -85,22 +85,23 @@ def test_a_way_runs_and_goes_on_after_a_death(way: str, tmp_path: Path, monkeypa
     if not versus.installed(way):
         pytest.skip("its package is only in the extra `bench`")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    figures, before = Figures(1), set(descendants(os.getpid()))
+    figures = Figures(1)
     for task in (Task("one", (way,), 1, 100, 2), Task("two", (way,), 2, 100, 2)):
         figures.check(task.name, "direct", 0.00389)
         run(figures, task, way, 0, str(tmp_path / "cache"))
-    assert set(descendants(os.getpid())) <= before
+    assert left_running("XDG_STATE_HOME", str(tmp_path / "state")) == []
     rows = {"one, p50", "one, p99", "one, cpu", "two, p50", "two, p99", "two, cpu", "start", "memory"}
     assert figures.rows.keys() == rows | ({"death"} if way in versus.MORTAL else set())
     assert all(figure is not None and figure > 0 for lanes in figures.rows.values() for figure in lanes[way])
 
 
-def test_another_answer_than_that_of_the_other_ways_ends_all_processes(tmp_path: Path) -> None:
+def test_another_answer_than_that_of_the_other_ways_ends_all_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The process of this way does not end with its app."""
-    figures, before = Figures(1, checksums={"one": 1.0}), set(descendants(os.getpid()))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    figures = Figures(1, checksums={"one": 1.0})
     with pytest.raises(WorkerError, match=r"one, process pool: the sum of the outputs is 0\.003"):
         run(figures, TASKS[0], "process pool", None, str(tmp_path))
-    assert set(descendants(os.getpid())) <= before
+    assert left_running("XDG_STATE_HOME", str(tmp_path)) == []
 
 
 def test_every_way_takes_part_in_the_first_task() -> None:
