@@ -20,7 +20,8 @@ Results go to stdout: a table, or with `--json` one JSON value. Progress, warnin
 the check or the work failed, 2 wrong usage, 130 interrupted by Ctrl-C. An error is one sentence, never a traceback.
 
 `main` is the console script and `python -m aionn`. Everything it needs is imported when it runs. Cyclopts and Rich come with the
-extra `cli`, which an app that imports aionn does not need.
+extra `cli`, which an app that imports aionn does not need. A service outlives all other commands, so it starts without them if its
+options are spelled in the plain way.
 """
 
 from __future__ import annotations
@@ -45,6 +46,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if given[:1] == ["top"] and _printed_snapshot(given):
             return 0
+        if given[:1] == ["serve"]:
+            from aionn.cli.printing import run_reported
+            from aionn.cli.service import plain_options, serve
+
+            if (options := plain_options(given[1:])) is not None:
+                return run_reported(lambda: serve(options))
         try:
             from aionn.cli.commands import run_command
         except ModuleNotFoundError:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
 from cyclopts import App, CycloptsError, Parameter, UnusedCliTokensError
 
 from aionn.adapters.frigate import ENDPOINT
-from aionn.cli.printing import NotDoneError, UsageError, bytes_of, error_console, seconds_of, show_warnings
-from aionn.errors import AionnError, CallerError
-from aionn.escapes import escaped
+from aionn.cli.printing import UsageError, bytes_of, run_reported, seconds_of
 
 Json = Annotated[bool, Parameter(name="--json", negative="", show_default=False, help="Print one JSON value instead of a table.")]
 StateDir = Annotated[str | None, Parameter(name="--state-dir")]
@@ -598,32 +595,15 @@ def existing(directory: str) -> Path:
 
 def run_command(arguments: Sequence[str] | None) -> int:
     """Run one command and return its exit code. Print an error as one sentence."""
-    # Python has None where the descriptor was closed.
-    sys.stdout = sys.stdout or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 -- until the process ends
-    sys.stderr = sys.stderr or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 -- until the process ends
-    show_warnings()
+    return run_reported(partial(_run, arguments))
+
+
+def _run(arguments: Sequence[str] | None) -> None:
     try:
         app(arguments, exit_on_error=False, print_error=False, result_action="return_none")
-        sys.stdout.flush()
     except UnusedCliTokensError as error:
         command = " ".join(("aionn", *(error.command_chain or ())))
         words = " ".join(error.unused_tokens or ())
-        return _failed(f"{command} has no place for {words!r}; leave it out. See {command} --help.", 2)
+        raise UsageError(f"{command} has no place for {words!r}; leave it out. See {command} --help.") from error
     except CycloptsError as error:
-        return _failed(f"{' '.join(str(error).split())} See aionn --help.", 2)
-    except (UsageError, CallerError) as error:
-        return _failed(str(error), 2)
-    except (NotDoneError, AionnError) as error:
-        return _failed(str(error), 1)
-    except OSError as error:
-        if isinstance(error, BrokenPipeError):
-            # The reader of stdout has closed it. Python would complain about that once more at exit.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return 1
-        return _failed(f"{error.strerror or error}: {error.filename!r}" if error.filename else f"{error.strerror or error}", 1)
-    return 0
-
-
-def _failed(sentence: str, code: int) -> int:
-    error_console().print(f"aionn: {escaped(' '.join(sentence.split()), one_line=True)}", markup=False, soft_wrap=True)
-    return code
+        raise UsageError(f"{' '.join(str(error).split())} See aionn --help.") from error

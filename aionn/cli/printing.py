@@ -1,20 +1,25 @@
-"""What commands print: tables for people, JSON for programs, and one sentence for an error. Amounts and addresses that people type, too."""
+"""What commands print: tables for people, JSON for programs, and one sentence for an error. Amounts and addresses that people type, too.
+
+Rich is imported where a table or a console is made. A command that serves needs neither, and stays small without Rich.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import socket
 import sys
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Console, RenderableType
-from rich.table import Table
-
+from aionn.errors import AionnError, CallerError
 from aionn.escapes import escaped
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
 
 _WIDE = 10_000
 """Width of a table that goes into a file or a pipe, where nothing is wrapped or cut."""
@@ -59,12 +64,41 @@ def url_of(host: str, port: int, scheme: str = "http") -> str:
 
 def error_console() -> Console:
     """Return a console on stderr."""
+    from rich.console import Console
+
     return Console(stderr=True, highlight=False)
 
 
 def say(text: str) -> None:
     """Print on stderr what a command that serves does now."""
-    error_console().print(f"aionn: {escaped(text, one_line=True)}", markup=False, soft_wrap=True)
+    print(f"aionn: {escaped(text, one_line=True)}", file=sys.stderr, flush=True)
+
+
+def run_reported(command: Callable[[], object]) -> int:
+    """Run a command and return its exit code. Print warnings, and an error as one sentence."""
+    # Python has None where the descriptor was closed.
+    sys.stdout = sys.stdout or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 -- until the process ends
+    sys.stderr = sys.stderr or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 -- until the process ends
+    show_warnings()
+    try:
+        command()
+        sys.stdout.flush()
+    except (UsageError, CallerError) as error:
+        return _failed(str(error), 2)
+    except (NotDoneError, AionnError) as error:
+        return _failed(str(error), 1)
+    except OSError as error:
+        if isinstance(error, BrokenPipeError):
+            # The reader of stdout has closed it. Python would complain about that once more at exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 1
+        return _failed(f"{error.strerror or error}: {error.filename!r}" if error.filename else f"{error.strerror or error}", 1)
+    return 0
+
+
+def _failed(sentence: str, code: int) -> int:
+    say(" ".join(sentence.split()))
+    return code
 
 
 def print_json(value: Any) -> None:
@@ -74,6 +108,9 @@ def print_json(value: Any) -> None:
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print a table. Columns whose name ends with ">" hold numbers and are aligned to the right."""
+    from rich.console import Console
+    from rich.table import Table
+
     console = Console(highlight=False, width=None if sys.stdout.isatty() else _WIDE)
     table = Table(title=title or None, title_justify="left", box=None, pad_edge=False, header_style="bold")
     for column in columns:
@@ -94,6 +131,8 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
 
 def print_plainly(renderable: RenderableType) -> None:
     """Print what goes into a file or a pipe: unstyled, nothing wrapped or cut, and no blanks at the ends of lines."""
+    from rich.console import Console
+
     console = Console(highlight=False, width=_WIDE)
     with console.capture() as printed:
         console.print(renderable)
@@ -149,7 +188,7 @@ def digest(content: bytes) -> str:
 
 class _Warnings(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
-        error_console().print(f"aionn: {record.levelname.lower()}: {escaped(record.getMessage())}", markup=False, soft_wrap=True)
+        print(f"aionn: {record.levelname.lower()}: {escaped(record.getMessage())}", file=sys.stderr, flush=True)
 
 
 def show_warnings(level: int = logging.WARNING) -> None:

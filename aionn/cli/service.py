@@ -7,9 +7,10 @@ import logging
 import os
 import signal
 import socket
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import uvloop
 from msgspec.structs import asdict
@@ -31,10 +32,24 @@ T = TypeVar("T")
 class ServeServiceOptions:
     """How `aionn serve` serves. The command line describes each option."""
 
-    socket: str | None
-    replace: bool
-    state_dir: str | None
-    systemd: str | None
+    socket: str | None = None
+    replace: bool = False
+    state_dir: str | None = None
+    systemd: str | None = None
+
+
+def plain_options(words: Sequence[str]) -> ServeServiceOptions | None:
+    """Return what the words after `aionn serve` say, or None if it takes the command line to read them, as for help or a mistake."""
+    found: dict[str, Any] = {}
+    left = iter(words)
+    for word in left:
+        if word == "--replace":
+            found["replace"] = True
+        elif word in ("--socket", "--state-dir", "--systemd") and (value := next(left, "")) and not value.startswith("-"):
+            found[word[2:].replace("-", "_")] = value
+        else:
+            return None
+    return ServeServiceOptions(**found)
 
 
 def serve(options: ServeServiceOptions) -> None:

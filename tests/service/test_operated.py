@@ -14,7 +14,11 @@ from pathlib import Path
 import pytest
 
 import aionn
+from aionn.cli import main
+from aionn.cli import service as cli_service
 from aionn.cli.checks.service import service as checked_service
+from aionn.cli.commands import run_command
+from aionn.cli.service import ServeServiceOptions, plain_options
 from aionn.service.units import NAMES, write_units
 from tests.service.served import Served, alive
 from tests.service.test_service import MODEL, REFERENCE, pid_of, right, until
@@ -92,3 +96,50 @@ def test_doctor_looks_at_the_service(folder: Path, monkeypatch: pytest.MonkeyPat
         served.end()
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder / "none"))
     assert checked_service().status == "warn"
+
+
+WITHOUT_LIBRARIES = """
+import sys
+sys.modules |= dict.fromkeys(("cyclopts", "rich"))
+from aionn.cli import main
+sys.exit(main(["serve", "--socket", sys.argv[1], "--state-dir", sys.argv[2]]))
+"""
+
+
+async def test_a_service_needs_no_library_of_the_command_line(folder: Path) -> None:
+    """So a service that runs for months does not hold them."""
+    path = folder / "service.sock"
+    command = [sys.executable, "-c", WITHOUT_LIBRARIES, str(path), str(folder / "state")]
+    with (folder / "log").open("wb") as log, subprocess.Popen(command, stderr=log) as process:  # noqa: ASYNC220 -- it takes no time
+        try:
+            await until(path.exists)
+            async with aionn.Runtime(service=path, start=()) as runtime:
+                await right((await runtime.compile(MODEL, devices=REFERENCE)).compute, 1)
+        finally:
+            process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+    assert f"aionn: info: serving at {path}\n" in (folder / "log").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["--replace"],
+        ["--socket", "/run/a b"],
+        ["--state-dir", "s", "--replace", "--socket", "x"],
+        ["--systemd", "folder"],
+    ],
+)
+def test_plain_options_are_what_the_command_line_reads(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    served: list[ServeServiceOptions] = []
+    monkeypatch.setattr(cli_service, "serve", served.append)
+    assert run_command(["serve", *words]) == 0
+    assert served == [plain_options(words)]
+    assert main(["serve", *words]) == 0
+    assert served[0] == served[1]
+
+
+@pytest.mark.parametrize("words", [["--help"], ["--socket"], ["--socket", ""], ["--socket", "--replace"], ["--socket=x"], ["x"], ["--no"]])
+def test_other_options_are_read_by_the_command_line(words: list[str]) -> None:
+    assert plain_options(words) is None
