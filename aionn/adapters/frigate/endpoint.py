@@ -4,6 +4,7 @@ The socket is a ROUTER, so a client that has gone blocks no answer for the other
 share one burst. A request that is not answered in its time is dropped without an answer, and its client asks anew.
 
 ZeroMQ reads a message whole before it is seen here. So `MAXMSGSIZE` bounds each frame, and a client that announces more is cut off.
+The log has no sentence about that: to its monitor sockets, ZeroMQ reports such an end as it reports a client that leaves.
 """
 
 from __future__ import annotations
