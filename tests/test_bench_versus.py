@@ -39,7 +39,7 @@ def test_a_picture_shows_what_the_figures_say(row: versus_pages.Row, found: dict
 def test_a_row_is_lost_if_another_way_was_better_in_each_round(found: dict[str, Any]) -> None:
     lanes = {"aionn": [200.0, 220.0], "direct": [100.0, 110.0], "to_thread": [190.0, 230.0], "Ray Serve": [900.0, None]}
     lines = lost_part({"rows": {row.name: {versus_pages.ours(row): [1.0]} for row in ROWS} | {"one, p50": lanes}}).splitlines()
-    assert lines[2:] == ["| One stream of Silero VAD | direct 2.00 (1.90 to 2.10) |"]
+    assert lines[2:] == ["| A frame of Silero VAD, one stream | direct 2.00 (1.90 to 2.10) |"]
 
 
 def test_an_interval_grows_with_the_scatter_of_the_rounds() -> None:
@@ -54,7 +54,7 @@ def test_a_ratio_outside_of_its_interval_is_named() -> None:
     *lines, last = outside(run_with(100.0), run_with(102.0))
     assert (lines, last) == ([], "11 of 11 ratios lie within the interval that the page states")
     first, *_, last = outside(run_with(100.0), run_with(50.0))
-    assert first == "One stream of Silero VAD: aionn / direct is 4.00, and was 2.00 (1.90 to 2.10)"
+    assert first == "A frame of Silero VAD, one stream: aionn / direct is 4.00, and was 2.00 (1.90 to 2.10)"
     assert last == "0 of 11 ratios lie within the interval that the page states"
     assert len(outside(run_with(100.0), run_with(200.0))) == 12
 
