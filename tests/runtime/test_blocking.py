@@ -370,7 +370,7 @@ async def test_a_call_waits_while_another_thread_changes_its_connection(fake: Fa
         compilation = await runtime.compile(aionn.Model.from_onnx(identity_model()), devices=(fake.name,))
         with compilation.blocking() as burst:
             right(burst, 1)
-            changer = Caller(burst._connection.leave_to_next, change)
+            changer = Caller(burst._connection.run_later, change)
             assert await in_thread(changing.wait, 60)
             caller = Caller(right, burst, 2)
             seen_waiting = await in_thread(waits.wait, 10)
@@ -640,6 +640,73 @@ def test_a_signal_after_any_call_of_a_step_leaves_the_burst_usable(fake: FakeDev
         assert after > 2
 
 
+async def test_a_frame_is_written_in_place_and_sent_without_a_copy(fake: FakeDevice) -> None:
+    async with leak_check(), aionn.Runtime() as runtime:
+        burst = await opened(await compiled(runtime, fake))
+
+        def work() -> None:
+            right(burst, 1)
+            before = burst.statistics()["copied_bytes"]
+            with burst.frame() as frame:
+                for number in (2, 3):
+                    frame["input"][:] = number
+                    assert (burst.compute(frame)["input_out"] == number).all()
+                view = frame["input"]
+                assert burst.statistics()["pinned_frames"] == 1
+            assert (burst.statistics()["copied_bytes"], burst.statistics()["pinned_frames"]) == (before, 0)
+            with pytest.raises(aionn.CallerError, match="lease has ended"):
+                burst.compute(frame)
+            with pytest.raises(ValueError, match="read-only"):
+                view[:] = 4
+            with pytest.raises(aionn.CallerError, match="shapes name"), burst.frame(shapes={"x": (1,)}):
+                raise AssertionError
+            with pytest.raises(LookupError), burst.frame():
+                raise LookupError
+            assert burst.statistics()["pinned_frames"] == 0
+
+        await in_thread(work)
+        burst.close()
+
+
+async def test_a_frame_whose_driver_dies_with_a_request_over_it_is_given_up(fake: FakeDevice) -> None:
+    async with leak_check(), aionn.Runtime() as runtime:
+        burst = await opened(await compiled(runtime, fake))
+        await in_thread(right, burst, 1)
+        with burst.frame() as frame:
+            frame["input"][:] = 2
+            fake.hang()
+            call = Caller(burst.compute, frame)
+            os.kill(await fake.heard("run"), signal.SIGKILL)
+            assert isinstance(await call.outcome(), aionn.DriverDiedError)
+            fake.behave()
+            await in_thread(right, burst, 3)
+            with pytest.raises(aionn.CallerError, match="given up"):
+                burst.compute(frame)
+            with burst.frame() as other:
+                other["input"][:] = 4
+                assert (burst.compute(other)["input_out"] == 4).all()
+        await in_thread(right, burst, 5)
+        assert burst.statistics()["pinned_frames"] == 0
+        burst.close()
+
+
+async def test_a_frame_that_ends_while_another_thread_is_in_a_call_comes_back_after_it(fake: FakeDevice) -> None:
+    async with leak_check(), aionn.Runtime() as runtime:
+        burst = await opened(await compiled(runtime, fake))
+        await in_thread(right, burst, 1)
+        with burst.frame():
+            fake.hang()
+            call = Caller(burst.compute, of(2))
+            await fake.heard("run")
+            with pytest.raises(aionn.CallerError, match="another call"), burst.frame():
+                raise AssertionError
+        assert burst.statistics()["pinned_frames"] == 2
+        fake.behave()
+        assert (await call.outcome())["input_out"].max() == 2
+        assert burst.statistics()["pinned_frames"] == 0
+        burst.close()
+
+
 class Rung(Exception):
     """What the handler of a signal raises."""
 
@@ -708,7 +775,7 @@ def test_what_a_signals_handler_raises_reaches_the_caller_wherever_it_comes(rais
         connecting = 0
         while once.rings(connecting, lambda: burst.compute(of(9))):
             right(burst, connecting % 97)
-            connection.leave_to_next(connection._disconnect)
+            connection.run_later(connection._disconnect)
             connecting += 3
         assert connecting > 600
         steady = 1

@@ -114,6 +114,9 @@ def test_open_shapes_and_large_inputs_go_the_same_way(path: Path) -> None:
         for rows in (1, 300, 2, 300, 300, 7):
             given = np.full((rows, 1024), rows, np.float32)
             assert np.array_equal(burst.compute({"x": given})["x_out"], given)
+        with burst.frame(shapes={"x": (7, 1024)}) as frame:
+            frame["x"][:] = 9
+            assert (burst.compute(frame)["x_out"] == np.full((7, 1024), 9)).all()
 
 
 def test_each_thread_has_a_burst_of_its_own(fake: FakeDevice, path: Path) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from aionn.loopless import call_soon_from_anywhere
 from aionn.memory.pool import FramePool, MemoryFrame
 from aionn.pages.app_layout import CONNECTIONS
 from aionn.runtime.executing.arguments import FrameLayout, Shapes
@@ -89,6 +90,10 @@ class AnyConnection:
         """Run `work` in a task that the runtime owns. It must handle its errors."""
         self.check_open()
         self.session.tasks.start_soon(work)
+
+    def run_later(self, act: Callable[[], object]) -> None:
+        """Run `act` where the burst's frames may be touched. Any thread may call this, and a collected object."""
+        call_soon_from_anywhere(self.session.loop, act)
 
     async def lease(self, shapes: Shapes) -> tuple[FrameLayout, MemoryFrame]:
         """Return a leased frame for inputs of these shapes, and its layout."""

@@ -16,7 +16,8 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -34,6 +35,7 @@ from aionn.runtime.executing.link import Link, LinkOptions, release
 from aionn.runtime.executing.retrying import Retries
 from aionn.runtime.streaming.any_connection import AnyConnection, trace_of
 from aionn.runtime.streaming.burst import burst_over
+from aionn.runtime.streaming.frame import Frame, end_lease
 
 if TYPE_CHECKING:
     from aionn.runtime.serving.serving import CompiledModel, Serving
@@ -107,7 +109,7 @@ class BlockingConnection(OwnerOfDrivers):
         super().__init__(compiled, executor, options, model)
         self._waits = waits
         self._inside: dict[int, object] = {}
-        self._left: deque[Callable[[], None]] = deque()
+        self._left: deque[Callable[[], object]] = deque()
         self._closing: CallerError | None = None
         self._drivers: list[AttachedDriver] = []
         self._finalizer: weakref.finalize[Any, Any] = weakref.finalize(self, _release, executor.frames, self._held, self._drivers, waits)
@@ -148,8 +150,8 @@ class BlockingConnection(OwnerOfDrivers):
                     self._do_left()
             work.close()  # nothing, if it has ended
 
-    def leave_to_next(self, act: Callable[[], None]) -> None:
-        """Run `act` when nobody is inside: now, or by the thread that is inside."""
+    def run_later(self, act: Callable[[], object]) -> None:
+        """Run `act` when no thread is inside: now, or by the thread that is inside."""
         self._left.append(act)
         self._do_left()
 
@@ -185,7 +187,7 @@ class BlockingConnection(OwnerOfDrivers):
         if self._closing is None and not self.inherited:
             self._closing = why
             self._waits.call_soon_threadsafe(self._end_call)
-            self.leave_to_next(self._end_all)
+            self.run_later(self._end_all)
 
     async def aclose(self) -> None:
         self.end()
@@ -315,9 +317,26 @@ class BlockingBurst:
         """End the burst, in any thread. A call that waits in another thread ends with `CallerError`, and this one does not wait for it."""
         self._connection.close(CallerError(_CLOSED))
 
+    @contextmanager
+    def frame(self, shapes: Mapping[str, Sequence[int]] | None = None) -> Iterator[Frame]:
+        """Give shared memory to write one request's inputs into: `with burst.frame() as frame`, then `burst.compute(frame)`.
+
+        Args:
+            shapes: of inputs with open dimensions, by name; the others' are known.
+
+        Raises:
+            CallerError: a shape is missing or does not fit the model, the burst is closed, or another thread is in a call of it.
+            MemoryAllocationError: there is no memory for one more frame of these shapes.
+        """
+        frame = self._burst.frame(shapes)
+        try:
+            yield self._connection.run(frame.__aenter__())
+        finally:
+            self._connection.run_later(partial(end_lease, frame))
+
     def compute(
         self,
-        inputs: Mapping[str, Any],
+        inputs: Mapping[str, Any] | Frame,
         *,
         outputs: Mapping[str, Any] | None = None,
         measure_timing: bool = False,

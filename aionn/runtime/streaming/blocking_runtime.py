@@ -154,7 +154,7 @@ class _Follows:
     def commit(self) -> None: ...
     def release_new(self) -> None: ...
     async def release_old(self) -> None:
-        self._connection.leave_to_next(self._connection.follow)
+        self._connection.run_later(self._connection.follow)
 
 
 class RuntimeConnection(BlockingConnection):
@@ -228,7 +228,7 @@ class RuntimeConnection(BlockingConnection):
         link = self.link
         if self._inside or (link is not None and link.in_flight):
             return None
-        return Rest(self.executor.counts.get(SENT), partial(self.leave_to_next, self._disconnect))
+        return Rest(self.executor.counts.get(SENT), partial(self.run_later, self._disconnect))
 
     async def wait_idle(self) -> None:
         """Return at once: the driver keeps a model as long as a client of it does."""

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aionn.errors import CallerError, UnknownNameError, refuse_coroutine
-from aionn.loopless import AsyncOnly, call_soon_from_anywhere
+from aionn.loopless import AsyncOnly
 from aionn.memory import pool as memory_pool
 from aionn.runtime.executing.arguments import FrameLayout, Shapes, as_array
 from aionn.runtime.executing.placement import is_placed
@@ -33,6 +33,7 @@ _NOT_BEGUN = "this frame's lease has not begun; write `async with burst.frame() 
 _ENDED = "this frame's lease has ended; use it inside `async with burst.frame() as frame`"
 _YIELDED = "this frame was yielded to a stream, which owns it since then; get another one with burst.lease()"
 _STREAM_ENDED = "the stream whose source leased this frame has ended and taken it back; lease each frame in the source of its stream"
+_GIVEN_UP = "this frame was given up with a driver that had not answered every request; get another one with burst.frame()"
 _BURST_CLOSED = "the burst of this frame was closed; open another burst, and get a frame of that one"
 
 
@@ -97,7 +98,7 @@ class Frame(AsyncOnly, Mapping[str, NDArray[Any]]):
 
     def __del__(self) -> None:
         if self._lease is not None:
-            call_soon_from_anywhere(self._connection.session.loop, _release, self._lease[1])
+            self._connection.run_later(partial(_release, self._lease[1]))
 
     async def _begin(self) -> Frame:
         if self._beginning or self._lease is not None:
@@ -143,6 +144,8 @@ class Frame(AsyncOnly, Mapping[str, NDArray[Any]]):
             raise CallerError(self._unusable)
         if self._connection.closed:
             raise CallerError(_BURST_CLOSED)
+        if lease[1].slot not in lease[1].pool.regions:
+            raise CallerError(_GIVEN_UP)
         return lease
 
     def __getitem__(self, name: str) -> NDArray[Any]:
