@@ -45,11 +45,11 @@ class Row:
 
 
 ROWS = (
-    Row("one, p50", "A frame of Silero VAD, one stream", "31 frames a second, 3.3 kB in, 1 kB out; median from the call to its answer", "us"),
+    Row("one, p50", "A frame of Silero VAD, one stream", "31 frames a second, 3.3 kB in, 1 kB out; median from call to answer", "us"),
     Row("sixteen, p50", "16 streams", "Silero VAD, each stream 31 times a second; median from the time when a frame is due", "us"),
     Row("sixty-four, p99", "64 streams", "1,984 frames a second; 99 % of them from the time when a frame is due", "us"),
-    Row("detector, p50", "A picture of a text detector", "10 pictures a second, 2.9 MB in, 1 MB out, two threads; median of the call", "us"),
-    Row("one, cpu", "CPU time of a frame of Silero VAD", "one stream of Silero VAD; app and all its processes, divided by the frames", "us"),
+    Row("detector, p50", "A picture of a text detector", "10 a second, 2.9 MB in, 1 MB out, two threads; median of the call", "us"),
+    Row("one, cpu", "CPU time of a frame of Silero VAD", "one stream; app and all its processes, divided by the frames", "us"),
     Row("sixty-four, cpu", "CPU time of a frame, 64 streams", "the same with 64 streams", "us"),
     Row("memory", "Memory of an app with one model", "app and all its processes after the first result; shared pages divided (PSS)", "MB"),
     Row("start", "From nothing to the first result", "a fresh process and Silero VAD, 1.2 MB; aionn has it in its cache", "ms"),
