@@ -52,6 +52,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.add_cleanup(lambda: os.close(config.stash[STDERR]))
     if hasattr(config, "workerinput"):
         os.fork = os.forkpty = fork_refused
+        if config.pluginmanager.hasplugin("_cov"):
+            os.environ[MEASURED] = "1"
 
 
 # -- the supervised run ------------------------------------------------------------------------------------------------------------
@@ -94,8 +96,8 @@ def added(config: pytest.Config) -> list[str]:
 
 
 def pytest_xdist_auto_num_workers() -> int:
-    """Three tests for each two usable CPUs, because a test often waits for a driver that starts or ends."""
-    return max(1, len(os.sched_getaffinity(0)) * 3 // 2)
+    """Two tests for each usable CPU, because a test often waits for a driver that starts or ends."""
+    return 2 * len(os.sched_getaffinity(0))
 
 
 # -- the order ---------------------------------------------------------------------------------------------------------------------
@@ -140,6 +142,17 @@ def pytest_runtest_logfinish() -> None:
 
 # -- what coverage looks at --------------------------------------------------------------------------------------------------------
 
+MEASURED = "AIONN_TESTS_MEASURED"
+"""In the environment where the run measures coverage."""
+
+
+def measured() -> list[str]:
+    """Return what stands between Python and `-m MODULE` to start it in a process whose lines count, where the run measures coverage.
+
+    Only a process that ends by itself, as after a signal that it handles, keeps what it has measured.
+    """
+    return ["-m", "coverage", "run", "--source=aionn", "--branch", "--parallel-mode"] if os.environ.get(MEASURED) else []
+
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_sessionstart(session: pytest.Session) -> Generator[None, None, None]:
@@ -175,8 +188,7 @@ class OwnProcess:
             "no:cacheprovider",
             f"--basetemp={base.parent}/own-{base.name}-{number}",
         ]
-        if config.pluginmanager.hasplugin("_cov"):
-            command = ["-m", "coverage", "run", "--source=aionn", "--branch", "--parallel-mode", *command]
+        command = [*measured(), *command]
         command += ["--every-case"] if config.getoption("every_case", False) else []
         command += [] if config.option.timeout is None else [f"--timeout={config.option.timeout}"]
         here, there = socket.socketpair()

@@ -16,6 +16,7 @@ import httpx
 import psutil
 
 from tests.leaks import processes_with
+from tests.runs import measured
 
 __all__ = ["Server", "Serving", "serve_http", "serving"]
 
@@ -77,7 +78,7 @@ S = TypeVar("S", bound=Serving)
 def serving(kind: type[S], *arguments: str, prefix: tuple[str, ...] = ()) -> Iterator[S]:
     """Run a command of aionn for the body. `prefix`: a command that becomes the command behind it."""
     mark = uuid.uuid4().hex
-    command = [*prefix, sys.executable, "-m", "aionn", *arguments]
+    command = [*prefix, sys.executable, *measured(), "-m", "aionn", *arguments]
     environment = {**os.environ, MARK: mark}
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment)
     with process:

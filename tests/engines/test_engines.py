@@ -66,9 +66,9 @@ def test_the_modules_import_without_their_libraries_and_the_engine_says_what_is_
     """
     lines = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.splitlines()
     assert lines[0].startswith("openvino device 'openvino' needs the package openvino")
-    assert lines[0].endswith("pip install aionn[openvino]")
+    assert lines[0].endswith("pip install 'aionn[openvino]'")
     assert lines[1].startswith("onnxruntime device 'onnxruntime' needs the package onnxruntime")
-    assert lines[1].endswith("pip install aionn[onnxruntime]")
+    assert lines[1].endswith("pip install 'aionn[onnxruntime]'")
     assert issubclass(DeviceUnavailableError, Exception)
 
 

@@ -135,7 +135,7 @@ async def test_without_onnxruntime_the_sentence_names_the_extra_and_another_engi
     async with aionn.Runtime(start=()) as runtime:
         for name in ("onnxruntime", "onnxruntime:cuda", "openvino:GPU"):
             extra = name.partition(":")[0]
-            with pytest.raises(aionn.DeviceUnavailableError, match=rf"needs the package {extra}, .*; pip install aionn\[{extra}\]$"):
+            with pytest.raises(aionn.DeviceUnavailableError, match=rf"needs the package {extra}, .*; pip install 'aionn\[{extra}\]'$"):
                 await runtime.compile(product(), devices=(name,))
         compilation = await runtime.compile(product())
         assert compilation.device == "reference"

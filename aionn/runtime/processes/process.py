@@ -422,7 +422,7 @@ class Restarts:
                 await self._hurry.wait()
         if self._deaths:
             logger.warning(
-                "the driver process of device %r is started again (deaths in a row: %d; exit code of the last one: %s)%s",
+                "the driver process of device %r is started again (deaths in a row: %d; the last one with exit code %s)%s",
                 self._device,
                 self._deaths,
                 self.last_exit_code,
