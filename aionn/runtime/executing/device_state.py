@@ -19,6 +19,8 @@ from contextlib import contextmanager
 from math import prod
 from typing import TYPE_CHECKING
 
+import anyio
+
 from aionn.errors import CallerError, ExecutionError, again, lost_with
 from aionn.hal.types import ErrorStatus
 from aionn.loopless import call_soon_from_anywhere
@@ -31,6 +33,10 @@ from aionn.runtime.session import Session
 
 if TYPE_CHECKING:
     from aionn.runtime.serving.planned_model import Prepared
+
+
+IN_USE_S = 0.25
+"""So long a swap waits for an execution that uses device memory. Other executions are held back meanwhile."""
 
 
 class Uses:
@@ -280,6 +286,9 @@ class DeviceState:
         """
         if self.closed or self.buffers.ended_by is not None:
             return None
+        with anyio.move_on_after(IN_USE_S):
+            while self.uses.executions or self.uses.filling:
+                await self.uses.next_end()  # a thread does not see at once that the gate is closed
         if self.uses.executions or self.uses.filling:
             raise NotNowError("a device memory is in use")
         prepared = [*self.buffers.prepared]

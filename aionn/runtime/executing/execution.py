@@ -344,6 +344,9 @@ class Execution:
                 channel = await self.choose(states)
                 serving = channel.serving
                 self.hold(serving, *self.placed(serving.model, serving.prepared, states), self._lease)
+                if compiled is not None and compiled.held_back:  # since the channel was chosen
+                    self._act(PUT_BACK)
+                    return None
             else:
                 if self._room is None and call.own is None:  # a wrong call connects to no driver
                     self._room = executor.arguments.layout(executor.arguments.shapes_of(call.inputs))

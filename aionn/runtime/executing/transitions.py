@@ -32,7 +32,7 @@ class Act(IntEnum):
     """What happens to an execution.
 
     `SETTLE` is its outcome for its caller: outputs, an error, a deadline or a cancellation. `PUT_BACK` gives back what was placed, because
-    no frame was free.
+    no frame was free, or a swap has begun.
     """
 
     PLACE = auto()

@@ -417,7 +417,10 @@ class CompiledModel:
         devices_for: gives the devices that may serve after a driver's death, the best first; or None for the same device.
         replaced: called when the model was prepared anew after a driver's death, or after idle time.
         closed: whether the compilation has been closed or collected, or its runtime closed.
+        held_back: whether an execution in this thread may have passed the gate, and come to use device memory after the gate was closed.
     """
+
+    held_back = False  # nothing is awaited between the two
 
     def __init__(self, tasks: Tasks) -> None:
         self._tasks = tasks

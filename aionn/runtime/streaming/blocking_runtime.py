@@ -110,6 +110,14 @@ class CompiledFromThread:
         self._loop = loop
 
     @property
+    def held_back(self) -> bool:
+        """Whether a swap has begun: it waits for executions that used device memory before, and not for those that see this.
+
+        In the loop's own thread the swap cannot go on meanwhile. It sees what was used.
+        """
+        return self._compiled.gate.shut and _get_running_loop() is not self._loop
+
+    @property
     def sampling(self) -> CompiledFromThread | None:
         return None if self._compiled.sampling is None else self
 
