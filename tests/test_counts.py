@@ -31,7 +31,8 @@ MOST: dict[str, tuple[int, int, int]] = {
 }
 # 370 of them are the template of drivers, 767 bursts for threads without a loop and further clients, 1,150 the joining of requests,
 # 165 (and 192 of C) the chains that wait in a driver,
-# 15 the frames of a blocking burst, 12 that a step of a thread and a swap see each other, 59 of C what the handlers of signals raise, 50 the claim of a request that its caller may leave,
+# 15 the frames of a blocking burst, 12 that a step of a thread and a swap see each other,
+# 59 of C what the handlers of signals raise, 50 the claim of a request that its caller may leave,
 # 1,110 the service of all apps (it may have 2,500)
 # 24 the extra `cli`, completion, names of models in `cache ls`,
 # 116 the camera that streams share, and tensors of what is cut from pictures,
