@@ -30,7 +30,7 @@ import aionn
 from aionn.cgroups import text_of
 from aionn.cli import bench_subjects as subjects
 from aionn.cli.bench_subjects import Measured
-from aionn.cli.printing import NotDoneError, UsageError, duration, error_console, print_json, print_table
+from aionn.cli.printing import NotDoneError, UsageError, duration, print_json, print_table, say
 from aionn.cli.running import check_shapes, completed, parse_shapes
 
 FORMAT = 1
@@ -86,7 +86,7 @@ def run_bench(options: BenchOptions, as_json: bool) -> None:
     else:
         _print(report, compared)
     if old is not None and old["machine"]["cpu"] != found["cpu"]:
-        error_console().print(f"aionn: the older run was on another CPU ({old['machine']['cpu']})", markup=False, soft_wrap=True)
+        say(f"the older run was on another CPU ({old['machine']['cpu']})")
     lost = [f"{one.name} takes {one.ratio:.2f} times as long (chance {one.chance:.1g})" for one in compared if one.lost and not one.rival]
     if lost:
         raise NotDoneError(f"slower than in {options.compare!r}: {', '.join(lost)}")
@@ -116,7 +116,7 @@ async def _measure(options: BenchOptions) -> list[Measured]:
             found += await subjects.measure_cache(device, path, directory / "cache", seconds * 0.1)
         except subjects.NotCachedError as error:
             hits = False
-            error_console().print(f"aionn: no hits are measured: {error}", markup=False, soft_wrap=True)
+            say(f"no hits are measured: {error}")
         return found + await subjects.measure_start(device, path, inputs, directory, seconds * 0.5, hits=hits)
 
 
@@ -181,10 +181,7 @@ def _print(report: Mapping[str, Any], compared: Sequence[MeasureChange]) -> None
         print("* without aionn")
     if report["others_share"] > _BUSY:
         sys.stdout.flush()
-        text = (
-            f"aionn: other processes used {report['others_share']:.0%} of the CPUs meanwhile, so the figures are larger than they need be"
-        )
-        error_console().print(text, markup=False, soft_wrap=True)
+        say(f"other processes used {report['others_share']:.0%} of the CPUs meanwhile, so the figures are larger than they need be")
 
 
 LOSS = 0.10

@@ -13,7 +13,7 @@ import msgspec
 
 import aionn
 from aionn.caching.outcomes import Refusal
-from aionn.cli.printing import NotDoneError, UsageError, digest, entries, error_console, print_json, print_table, size
+from aionn.cli.printing import NotDoneError, UsageError, digest, entries, print_json, print_table, say, size
 
 try:
     import cryptography  # noqa: F401 -- signatures need it, and nothing imports it before the first one
@@ -156,7 +156,7 @@ def verify_store(url: str, remove: bool, as_json: bool) -> None:
         print_json(asdict(found) | {"bad": bad, "signatures": bool(keyring.keys)})
     else:
         if not keyring.keys:
-            error_console().print("aionn: signatures were not checked, because no builder is trusted here", soft_wrap=True)
+            say("signatures were not checked, because no builder is trusted here")
         if found.bad:
             print_table("", ["object", "reason", "detail"], [(one.path, one.reason.value, one.detail) for one in found.bad])
         unnamed = f", {found.unnamed} of them named by no statement" if found.unnamed else ""

@@ -6,7 +6,7 @@ import signal
 import threading
 from types import FrameType
 
-from aionn.cli.printing import NotDoneError, UsageError, address_of, error_console, print_json, url_of
+from aionn.cli.printing import NotDoneError, UsageError, address_of, print_json, say, url_of
 
 try:
     from prometheus_client import CollectorRegistry, generate_latest, start_http_server
@@ -57,8 +57,7 @@ def serve_metrics(listen: str) -> None:
 
     before = signal.signal(signal.SIGTERM, end)
     try:
-        text = f"aionn: serving metrics on {url_of(host, server.server_address[1])}/metrics"
-        error_console().print(text, markup=False, soft_wrap=True)
+        say(f"serving metrics on {url_of(host, server.server_address[1])}/metrics")
         while not over.wait(LOOK_S):
             everything.look()
     finally:

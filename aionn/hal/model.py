@@ -119,6 +119,11 @@ def label(model: PooledModel) -> str:
     return known_token(model).hex()[:16] or getattr(model, "name", "")
 
 
+def short_label(model: PooledModel) -> str:
+    """Return at most 12 characters of the label, for lines that name several models or executions."""
+    return label(model).removesuffix(".onnx")[:12]
+
+
 def model_bytes(model: PooledModel, format: str) -> memoryview:  # noqa: A002 - the name of the property
     """Return the bytes of a model of another format than ONNX, in place and read-only. The view keeps them alive.
 

@@ -22,7 +22,7 @@ from msgspec.structs import replace
 from aionn.errors import CallerError, CompilationError
 from aionn.escapes import escaped
 from aionn.hal.interfaces import CacheHandles, IBuffer, IBurstCallback, IPreparedModel, PrepareOptions
-from aionn.hal.model import PooledModel, known_contents, known_token, label
+from aionn.hal.model import PooledModel, known_contents, known_token, short_label
 from aionn.hal.options import NO_OPTIONS, CallOptions, EngineOptions
 from aionn.hal.queues import MQDescriptor
 from aionn.hal.types import KEYRING_NEEDED, BufferDesc, BufferRole, CacheFiles, Dependency, FencedResult, IMemory, Operand, Request, Result
@@ -160,7 +160,7 @@ class RemoteDevice:
 
     def remember(self, number: int, model: PooledModel) -> None:
         """Note which model a prepared model was made of."""
-        self._models[number] = label(model).removesuffix(".onnx")[:12]
+        self._models[number] = short_label(model)
 
     def remove_model(self, number: int) -> None:
         """Forget a prepared model that is released."""

@@ -270,7 +270,7 @@ def write() -> None:
 
 WIDTH, LABEL, VALUE, LINE, HEAD = 640, 176, 80, 28, 52
 MOST = 4.0
-"""A bar of so many times aionn's length is cut, so that the others can be told apart."""
+"""A bar that is longer than so many times aionn's is cut. Otherwise the short bars would all look alike."""
 
 STYLE = """
 text { font: 13px system-ui, sans-serif; fill: #1f2328 }

@@ -172,10 +172,10 @@ class Detectors:
             model = await self._runtime.load(path)
             key = await model.digest() + name.encode()
             if key not in self._received:
-                self._received[key] = await self._prepared(model, name), path
-                kept = True
+                detector = await self._prepared(model, name)
+                self._received[key], kept = (detector, path), True
                 size, took_s = f"{data.nbytes / 1e6:.1f} MB", time.monotonic() - began_s
-                self._told(f"model {name!r} ({size}) of a detector serves on {self._received[key][0].device} after {took_s:.1f} s")
+                self._told(f"model {name!r} ({size}) of a detector serves on {detector.device} after {took_s:.1f} s")
             detector = self._received[key][0]
         finally:
             if not kept:

@@ -177,7 +177,7 @@ class RuntimeConnection(BlockingConnection):
         self.session = kept_model.session
         self._in_loop = RuntimeLoop(kept_model.session, waits)
         shown = connections.executor(DEPTH + 1, Kind.BURST, options.name, waits)
-        compiled: Any = CompiledFromThread(kept_model.compiled, kept_model.session.loop)
+        self._seen = compiled = CompiledFromThread(kept_model.compiled, kept_model.session.loop)
         executor = replace(
             shown,
             arguments=Arguments(kept_model.model),  # what it learns belongs to its thread
@@ -199,7 +199,7 @@ class RuntimeConnection(BlockingConnection):
         compiled = self._compiled
         if compiled.watched:
             call_soon_from_anywhere(self.session.loop, compiled.use.count)
-        if compiled.gate.shut and not self._in_loop.is_here():
+        if self._seen.held_back:
             await self._in_loop(compiled.gate.passed(deadline_ns), deadline_ns)
 
     async def live(self, deadline_ns: int | None, gone: Serving | None) -> Serving:

@@ -33,7 +33,7 @@ from typing import Any
 
 from aionn.burst.packets import FORFEITED, PacketError
 from aionn.errors import CallerError, DeadlineError, DriverDiedError, ExecutionError, lost_with
-from aionn.hal.model import label
+from aionn.hal.model import short_label
 from aionn.hal.options import CallOptions
 from aionn.hal.types import ErrorStatus, FencedResult, Result
 from aionn.loopless import deadline_of, seconds_until
@@ -117,7 +117,7 @@ class Starts:
         dependencies: tuple[After, ...] = ()
         try:
             dependencies = dependencies_of(after)
-            event = Event(label(self.kept_model.model)[:12], self.kept_model.session.loop)
+            event = Event(short_label(self.kept_model.model), self.kept_model.session.loop)
             started = Started(self, event, call, dependencies, place)
             started.lay_out()
         except BaseException:
