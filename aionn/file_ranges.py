@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import blake3
 import msgspec
@@ -30,6 +30,39 @@ _PARALLEL_BYTES = 2 << 20
 """Below this, starting BLAKE3's threads costs more than it gains."""
 _ALIGNMENT_BYTES = 64
 """A cache line and AVX-512's width, so that engines can use a copy in place."""
+
+
+_RACY_NS = 2_000_000_000
+"""A file that was written to more recently than this may be written to again and keep its times.
+
+The kernel takes them from a clock that moves every few milliseconds, some file systems round them to two seconds. Git calls
+such entries of its index "racily clean", and reads the files again.
+"""
+
+
+class Identity(NamedTuple):
+    """What shows that a file has changed, without reading it."""
+
+    device: int
+    inode: int
+    size: int
+    mtime_ns: int
+    ctime_ns: int
+
+    @classmethod
+    def of(cls, status: os.stat_result) -> Identity:
+        return cls(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+
+
+def shows_changes(identities: Iterable[Identity], began_ns: int) -> bool:
+    """Return whether files with these identities will show every later change of theirs by another identity.
+
+    A change through a mapping shows late: where a page was written to before and is not on the disk yet, the times stay.
+
+    Args:
+        began_ns: when reading them began, in `time.time_ns`.
+    """
+    return all(max(identity.mtime_ns, identity.ctime_ns) <= began_ns - _RACY_NS for identity in identities)
 
 
 _stopped: ContextVar[Callable[[], bool]] = ContextVar("aionn_reading_stopped", default=lambda: False)

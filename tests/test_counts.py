@@ -43,8 +43,9 @@ MOST: dict[str, tuple[int, int, int]] = {
 # 567 the server for the detectors of Frigate, 500 the server for satellites of Home Assistant
 # 175 the executor for LiveKit and the analyzer for Pipecat
 # 26 the end of what a client of a service leaves under way, and of drivers of a service that was replaced
+# 13 the cache files that a driver has verified, and does not read again while they stay the same
 # 25 a service that starts without the libraries of the command line
-MOST_CODE_LINES = 44_928
+MOST_CODE_LINES = 44_941
 MOST_FILES = 324
 MOST_LINES_OF_C = 5_820
 MOST_NAMES_DEFINED_TWICE = 0

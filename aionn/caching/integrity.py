@@ -29,6 +29,7 @@ import logging
 import os
 import sqlite3
 import threading
+import time
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
@@ -58,10 +59,11 @@ from aionn.caching.state import (
     refusal_of_database_error,
     transaction,
 )
-from aionn.file_ranges import ShortFileError, digest_of
+from aionn.file_ranges import Identity, ShortFileError, digest_of, shows_changes
 from aionn.hal.engine import Artifact
 from aionn.hal.interfaces import CacheHandles
 from aionn.hal.types import CACHE_TOKEN_BYTES, KEYRING_NEEDED, CacheFiles
+from aionn.memo import Memo
 
 if TYPE_CHECKING:
     from aionn.hal.trust import Keyring
@@ -69,6 +71,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("aionn.caching")
 _CANDIDATES = 16  # the published set, one being published, two savers at once; and the same model in other cache directories
+_SEEN = 64  # sets of files whose digests are remembered
 _LOCK_WAIT_S = 5.0  # two drivers write the same files: the second waits for the first, which takes a fraction of a second
 
 
@@ -119,6 +122,7 @@ class IntegrityStore:
         self._lock = threading.Lock()
         self._database: sqlite3.Connection | None = None
         self._read_only = False  # the records are believed, and no record can be added
+        self._seen: Memo[tuple[Identity, ...], bytes] = Memo(_SEEN)  # what was digested here, as in `Verified.digests`
         self._used: dict[bytes, None] = {}  # tokens loaded since `note_uses`, the latest last
         try:
             self._path = device_database(private_state(state_directory), "integrity", device, version)
@@ -318,7 +322,8 @@ class IntegrityStore:
         Args:
             known: digests of artifacts that the caller needs no copy of, because it has their executables. If this driver recorded
                 such an artifact under the token, the files are digested without being kept. They are read once more and copied if
-                they turn out to be another artifact.
+                they turn out to be another artifact. Files that were digested here before, and have the same identity, are not read:
+                the executable was made of verified bytes, whatever is in the files now.
 
         The copies are private: only the caller has references to them. Copies of 64 KiB or more are writable memoryviews that begin at a
         multiple of 64 bytes, smaller ones are `bytes`.
@@ -355,17 +360,25 @@ class IntegrityStore:
         if not candidates:
             stored = " or ".join(str(lengths_of(digests)) for digests in recorded)
             return Refusal(MissReason.WRONG_LENGTH, f"the files have {lengths} bytes, stored were {stored}")
+        began_ns, identities = time.time_ns(), tuple(Identity.of(os.fstat(fd)) for fd in fds)
         if known and any(digests in known for digests in candidates):
-            found = record_of(lengths, digests_of_files(fds, lengths))
+            found = self._seen.get(identities) or self._saw(identities, began_ns, record_of(lengths, digests_of_files(fds, lengths)))
             if not _matches(found, candidates):
                 return _wrong_bytes(fds)
             if found in known:
                 return Verified(found, None, recorded[found])
         copies, digests = read_private(fds, lengths)
-        found = record_of(lengths, digests)
+        found = self._saw(identities, began_ns, record_of(lengths, digests))
         if not _matches(found, candidates):
             return _wrong_bytes(fds)
         return Verified(found, Artifact(tuple(copies[: self.files.model]), tuple(copies[self.files.model :])), recorded[found])
+
+    def _saw(self, identities: tuple[Identity, ...], began_ns: int, found: bytes) -> bytes:
+        """Remember the digests of files that had these identities before they were read, and return the digests."""
+        if shows_changes(identities, began_ns):
+            with self._lock:
+                self._seen[identities] = found
+        return found
 
     def _recorded(self, token: bytes, keyring: bytes) -> dict[bytes, bytes] | Refusal:
         """Return the records of a token, each with the id of the builder's key if it was adopted, and note the token's use."""

@@ -35,7 +35,8 @@ import blake3
 import msgspec
 
 from aionn.errors import CallerError
-from aionn.graph.files import Beside, Content, Home, Identity, OpenFile, changed, open_model
+from aionn.file_ranges import Identity, shows_changes
+from aionn.graph.files import Beside, Content, Home, OpenFile, changed, open_model
 from aionn.graph.wire import Survey, WireError, survey
 from aionn.memo import Memo
 from aionn.trace import span
@@ -48,13 +49,6 @@ Place = tuple[str | None, int, int]
 """A range of bytes: a file's location beside the model, or None for the model's own file; offset and length."""
 
 _TOKEN_CONTEXT = "aionn 3 model token"
-
-_RACY_NS = 2_000_000_000
-"""A file that was written to more recently than this may be written to again and keep its times.
-
-The kernel takes them from a clock that moves every few milliseconds, some file systems round them to two seconds. Git calls
-such entries of its index "racily clean", and reads the files again.
-"""
 
 _REMEMBERED = 32
 _MISSING = {errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.ELOOP, errno.ENAMETOOLONG}
@@ -216,8 +210,7 @@ def _remember(key: tuple[Identity, tuple[Path, ...]], known: _Known, began_ns: i
     outside = {str(tensor.entries.get("location", "")) for tensor in known.digested.survey.outside}
     if outside != known.files.keys():
         return  # a file was missing, and may come
-    latest = max(max(identity.mtime_ns, identity.ctime_ns) for identity in (key[0], *known.files.values()))
-    if latest <= began_ns - _RACY_NS:
+    if shows_changes((key[0], *known.files.values()), began_ns):
         with _known_lock:
             _known[key] = known
 

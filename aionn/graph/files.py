@@ -11,12 +11,12 @@ import stat
 from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, NamedTuple, NoReturn, Protocol
+from typing import TYPE_CHECKING, NoReturn, Protocol
 
 import msgspec
 
 from aionn.errors import CallerError
-from aionn.file_ranges import FileRange, copy_ranges, digest_of, digest_ranges
+from aionn.file_ranges import FileRange, Identity, copy_ranges, digest_of, digest_ranges
 
 if TYPE_CHECKING:
     from aionn.hal.types import IMemory
@@ -29,20 +29,6 @@ _ELEMENT_BYTES = {1: 4, 2: 1, 3: 1, 4: 2, 5: 2, 6: 4, 7: 8, 9: 1, 10: 2, 11: 8, 
 
 Entries = Mapping[str | bytes, str | bytes]
 """A tensor's external_data. A text that is not UTF-8 is bytes."""
-
-
-class Identity(NamedTuple):
-    """What shows that a file has changed, without reading it."""
-
-    device: int
-    inode: int
-    size: int
-    mtime_ns: int
-    ctime_ns: int
-
-    @classmethod
-    def of(cls, status: os.stat_result) -> Identity:
-        return cls(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
 
 class Home(msgspec.Struct, frozen=True):

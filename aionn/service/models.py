@@ -26,7 +26,8 @@ from weakref import WeakValueDictionary
 import msgspec
 
 from aionn.errors import CallerError, DriverDiedError, QuotaError
-from aionn.graph.files import Beside, Identity, OpenFile, open_model
+from aionn.file_ranges import Identity
+from aionn.graph.files import Beside, OpenFile, open_model
 from aionn.hal.types import ErrorStatus
 from aionn.remote.calls import OpenModel
 from aionn.remote.device import RemotePreparedModel

@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from aionn import file_ranges
 from aionn.caching import artifact_files, integrity
-from aionn.caching.artifact_files import read_private
+from aionn.caching.artifact_files import digests_of_files, read_private
 from aionn.caching.integrity import IntegrityStore, Verified
 from aionn.caching.outcomes import MissReason, Refusal
 from aionn.caching.state import UNUSED_KEPT_S
@@ -332,6 +333,39 @@ def test_files_of_a_known_artifact_are_verified_and_not_kept(start: Start, cache
     assert isinstance(again, Verified)
     assert again.artifact is not None
     same(again.artifact, ADD)
+
+
+def test_files_that_were_digested_and_have_not_changed_are_not_read_again(
+    start: Start, cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, reads = start(), 0
+
+    def counted(fds: Sequence[int], lengths: Sequence[int]) -> list[bytes]:
+        nonlocal reads
+        reads += 1
+        return digests_of_files(fds, lengths)
+
+    monkeypatch.setattr(integrity, "digests_of_files", counted)
+    assert store.save(cache.handles(), MUL) is None
+    first = store.verify(cache.handles())
+    assert isinstance(first, Verified)
+    known = Verified(first.digests, None)
+    for expected in (1, 2):  # files that were written a moment ago may change again and keep their times
+        assert store.verify(cache.handles(), {first.digests}) == known
+        assert reads == expected
+    monkeypatch.setattr(file_ranges, "_RACY_NS", -(10**18))
+    for _ in range(2):
+        assert store.verify(cache.handles(), {first.digests}) == known
+        assert reads == 3
+    path, before = cache.path("data", 1), os.stat(cache.path("data", 1))
+    content = path.read_bytes()
+    with path.open("r+b") as file:
+        file.write(bytes([content[0] ^ 1]))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))  # the time of the inode's last change stays new
+    changed = store.verify(cache.handles(), {first.digests})
+    assert isinstance(changed, Refusal)
+    assert changed.reason is MissReason.WRONG_BYTES
+    assert reads == 4
 
 
 @SECURITY

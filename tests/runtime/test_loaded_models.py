@@ -26,6 +26,7 @@ from hypothesis import strategies as st
 from onnx import TensorProto, helper
 
 import aionn
+from aionn import file_ranges
 from aionn.caching.manifest import Manifest, decode_manifest, encode_manifest
 from aionn.caching.outcomes import CacheOutcomeKind, MissReason
 from aionn.errors import AionnError, CallerError
@@ -550,7 +551,7 @@ async def test_a_model_outlives_its_names(kind: Callable[[int, Path], Path], tmp
 async def test_a_digest_is_remembered_while_every_file_stays_the_same(
     kind: Callable[[int, Path], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(digest, "_RACY_NS", -(10**18))  # these files were written a moment ago
+    monkeypatch.setattr(file_ranges, "_RACY_NS", -(10**18))  # these files were written a moment ago
     path = kind(1, tmp_path)
     reads = Reads(monkeypatch)
     token = await (await aionn.Model.load(path)).digest()
@@ -580,7 +581,7 @@ async def test_a_digest_of_a_file_that_was_just_written_is_not_remembered(tmp_pa
 
 @pytest.mark.anyio
 async def test_a_file_that_was_missing_is_looked_for_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(digest, "_RACY_NS", -(10**18))
+    monkeypatch.setattr(file_ranges, "_RACY_NS", -(10**18))
     path = beside(1, tmp_path)
     (tmp_path / "weights.bin").rename(tmp_path / "elsewhere.bin")
     without = await (await aionn.Model.load(path)).digest()
