@@ -31,7 +31,7 @@ struct request {
     PyObject *body;                              /* until it is sent */
     PyObject *future, *settled, *idle;           /* each may be NULL, `future` when the caller has left or waits elsewhere */
     uint64_t captured_ns;                        /* of a traced request, or 0 */
-    bool sent, withdrawn;                        /* withdrawn: the driver is sure never to run it */
+    bool sent;
 };
 
 /* What Python does for this object. See `Caller.begin` in _ring.pyi. */
@@ -45,7 +45,7 @@ typedef struct {
     struct request *first, *last, *unsent;
     struct request *spare; /* with a future, so that nothing can fail once a packet is written */
     unsigned long long last_identity;
-    unsigned depth, in_flight, withdrawn; /* those in flight that were withdrawn take no place of `depth` */
+    unsigned depth, in_flight;
     unsigned woken; /* callers that the last look has woken and that have not called since */
     bool armed, looking, joined, over;
     bool alone;   /* its thread runs no loop, so a call looks for as long as the policy says, and then sleeps */
@@ -79,7 +79,6 @@ void flight_take(CallerObject *self);
 void flight_call_back(CallerObject *self, enum call which, PyObject *argument);
 void flight_look(CallerObject *self, int64_t now_ns, bool expected);
 void flight_watch(CallerObject *self);
-void flight_send_unsent(CallerObject *self);
 PyObject *flight_event(PyObject *object, PyObject *none);
 PyObject *flight_look_again(PyObject *object, PyObject *none);
 

@@ -374,37 +374,6 @@ def test_a_request_that_its_caller_leaves_is_run_or_gives_back_at_once_what_it_h
         assert (settled, ends.caller.in_flight) == ([None, "fine"], 0)
 
 
-def test_a_withdrawn_request_leaves_its_place_to_the_next_one_at_once() -> None:
-    with exchange(capacity=4 * (len(BODY) // DATUM_BYTES + 1)) as ends:
-        Calls(ends.caller, depth=1)
-        ends.caller.remember(RESULTS[0], "fine")
-        ends.listener.remember(BODY, "known")
-        sent: list[Any] = [ends.caller.send(BODY, None, 0) for _ in range(2)]
-        assert ends.caller.in_flight == 1
-        assert not ends.caller.leave(sent[0], None)  # the second one, which waited, goes in
-        assert ends.caller.in_flight == 2
-        sent.append(ends.caller.send(BODY, None, 0))
-        assert ends.caller.in_flight == 2  # it waits for the second one
-        ends.caller.make_late(2)
-        ends.caller.make_late(2)  # its place is given once
-        sent += [ends.caller.send(BODY, None, 0) for _ in range(2)]
-        assert ends.caller.in_flight == 3
-        assert not ends.caller.leave(sent[2], None)
-        assert not ends.caller.leave(sent[3], None)
-        assert ends.caller.in_flight == 4  # the queue is full of requests that are never run
-        for identity in range(1, 5):
-            assert ends.requests_read.read(len(BODY) // DATUM_BYTES + 1)
-            assert ends.results_written.write(RESULTS[0] + result_identity_datum(identity, 7))
-            ends.caller.event()
-        assert ends.caller.in_flight == 1
-        assert ends.requests_read.read(len(BODY) // DATUM_BYTES + 1) == BODY + identity_datum(5, None)
-        assert ends.results_written.write(RESULTS[0] + result_identity_datum(5, 7))
-        ends.caller.event()
-        assert sent[4].answer == [("fine", 7)]
-        sent += [ends.caller.send(BODY, None, 0) for _ in range(2)]
-        assert ends.caller.in_flight == 1  # again one place
-
-
 class InterruptedCalls(Calls):
     """The handler of a signal raises while a loop takes a call."""
 

@@ -178,39 +178,6 @@ async def test_a_usual_frame_in_flight_stays_pinned_when_its_caller_leaves(monke
                 await compute(5)
 
 
-@pytest.mark.anyio
-async def test_a_call_that_leaves_the_queue_of_a_busy_driver_lets_the_next_one_in() -> None:
-    model = aionn.Model.from_onnx(identity_model({"x": (4,)}))
-    x = np.arange(4, dtype=np.float32)
-    with FakeDevice() as fake:
-        async with leak_check(), aionn.Runtime() as runtime, anyio.create_task_group() as tasks:
-            compilation = await runtime.compile(model, devices=(fake.name,))
-            async with compilation.burst() as busy, compilation.burst(depth=1) as burst:
-                await busy.compute({"x": x})
-                await burst.compute({"x": x})
-                fake.hang()
-                tasks.start_soon(busy.compute, {"x": x})
-                await fake.heard("run")
-                for left in range(1, 8):
-                    async with anyio.create_task_group() as leaving:
-                        leaving.start_soon(burst.compute, {"x": x})
-                        await anyio.wait_all_tasks_blocked()
-                        assert burst.statistics()["in_flight"] == left
-                        leaving.cancel_scope.cancel()
-                with pytest.raises(aionn.DeadlineError, match="the driver's answer did not come"):  # not "a free place"
-                    await burst.compute({"x": x}, timeout_s=0.01)
-
-                async def compute() -> None:
-                    np.testing.assert_array_equal(next(iter((await burst.compute({"x": 2 * x})).values())), 2 * x)
-
-                async with anyio.create_task_group() as last:
-                    last.start_soon(compute)
-                    await anyio.wait_all_tasks_blocked()
-                    assert burst.statistics()["in_flight"] == 9
-                    fake.behave()
-                assert (burst.statistics()["in_flight"], burst.statistics()["pinned_frames"]) == (0, 0)
-
-
 def answers(burst: Burst) -> int:
     """How many requests of this burst's link were answered, at once or by a look."""
     assert isinstance(burst._connection.link, Link)
