@@ -5,6 +5,8 @@ The order is always copy, digest, use the copy. So no other process can change b
 One thread reads ahead while the calling thread digests what has been read; BLAKE3 takes the usable cores for large chunks. A digest
 without a copy uses the same few buffers again, because fresh memory costs more than reading does. Every function blocks, releases the
 GIL, and may be called in several threads at once. Only `private_memory` imports NumPy.
+
+`Identity` shows without reading that a file has changed, so that a digest of the same file can be remembered.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 The order of the steps makes it safe. Save: hash the engine's buffer, record the digests, and only then write the files. Load: copy a file
 into a private buffer, hash *that buffer*, compare, and return *that buffer*. No other process can change anything between check and
-use. So it does not matter when a file is replaced.
+use. So it does not matter when a file is replaced. Where the executable is there already, nothing is loaded. Only then the digests that
+are remembered of a file's identity are enough.
 
 A token has up to `_CANDIDATES` records, newest first, because the files switch later than the record: the app publishes them. The app may
 die in between. Two processes may save at once. Two apps may keep the same model in two caches. This driver wrote each of those sets of
@@ -354,13 +355,13 @@ class IntegrityStore:
         if isinstance(recorded, Refusal):
             return recorded
         fds = (*handles.model, *handles.data)
-        lengths = [os.fstat(fd).st_size for fd in fds]
+        began_ns, identities = time.time_ns(), tuple(Identity.of(os.fstat(fd)) for fd in fds)
+        lengths = [identity.size for identity in identities]
         # Before reading anything: a file that was made huge must not cost its size in memory.
         candidates = [digests for digests in recorded if lengths_of(digests) == lengths]
         if not candidates:
             stored = " or ".join(str(lengths_of(digests)) for digests in recorded)
             return Refusal(MissReason.WRONG_LENGTH, f"the files have {lengths} bytes, stored were {stored}")
-        began_ns, identities = time.time_ns(), tuple(Identity.of(os.fstat(fd)) for fd in fds)
         if known and any(digests in known for digests in candidates):
             found = self._seen.get(identities) or self._saw(identities, began_ns, record_of(lengths, digests_of_files(fds, lengths)))
             if not _matches(found, candidates):
