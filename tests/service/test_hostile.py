@@ -326,6 +326,7 @@ def test_what_an_app_sends_is_bounded(served: Served) -> None:
 
 def test_a_service_without_descriptors_waits_for_some(served: Served) -> None:
     pid = served.process.pid
+    served.facts()  # it listens before it has imported what it needs, and reads modules with descriptors
     before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
     resource.prlimit(pid, resource.RLIMIT_NOFILE, (descriptors_of(pid), before[1]))
     waiting = []
