@@ -114,10 +114,11 @@ def hold(path: str | os.PathLike[str]) -> int:
         OSError: it cannot be made.
     """
     for tries_left in reversed(range(_TRIES)):
-        private_directory(path)
         try:
-            fd = os.open(path, _FOLDER_FLAGS)
+            fd = os.open(private_directory(path), _FOLDER_FLAGS)
         except FileNotFoundError:
+            if not tries_left:
+                raise
             continue  # removed by a process that found it free
         try:
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -272,10 +273,8 @@ def _empty(fd: int) -> None:
                 continue
             inner = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=fd)
             try:
-                for child in _names(inner, left + 1):
+                for child in _names(inner, left + 1):  # one too many is seen when the next name is taken, or keeps the folder
                     left -= 1
-                    if left < 0:
-                        raise OSError("there are too many entries to remove at once")
                     if not _unlinked(child, inner):
                         os.rename(child, os.urandom(8).hex(), src_dir_fd=inner, dst_dir_fd=fd)
             finally:
