@@ -24,6 +24,7 @@ import sys
 import zlib
 from collections.abc import Generator
 from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -41,7 +42,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--random-order", nargs="?", type=int, const=-1, metavar="SEED", help="shuffle packages, modules and tests; print the seed"
     )
     parser.addoption("--own-process", type=int, metavar="FD", help="for tests/runs.py only: the socket over which tests are asked for")
-    parser.addini("whole_run", type="args", default=[], help="options that are added when the whole suite runs")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -88,16 +88,37 @@ def added(config: pytest.Config) -> list[str]:
         more += ["-n", "1"]
     if option.random_order == -1:
         more += [f"--random-order={random.randrange(1 << 31)}"]
-    selected = option.keyword or option.deselect or option.ignore or option.ignore_glob or option.collectonly
-    whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS and option.markexpr in config.getini("addopts")
-    if whole and not selected and not config.getoption("no_cov", False) and not config.getoption("cov_source", None):
-        more += config.getini("whole_run")
     return more
+
+
+def is_whole(config: pytest.Config) -> bool:
+    """Whether no file and no folder is named."""
+    return config.args_source is pytest.Config.ArgsSource.TESTPATHS
 
 
 def pytest_xdist_auto_num_workers() -> int:
     """Three tests for each two usable CPUs, because a test often waits for a driver that starts or ends."""
     return max(1, len(os.sched_getaffinity(0)) * 3 // 2)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    node.workerinput["whole"] = is_whole(node.config)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection(session: pytest.Session) -> None:
+    """In a worker of a whole run, import a share of the test modules before pytest imports all of them.
+
+    pytest compiles each test module anew after a checkout, and keeps the bytecode. All workers would do so at once, each for all modules.
+    """
+    given = getattr(session.config, "workerinput", {})
+    if given.get("whole"):
+        house = Path(__file__).parent
+        share = slice(int(given["workerid"].removeprefix("gw")), None, given["workercount"])
+        for path in sorted(house.rglob("test_*.py"))[share]:
+            with suppress(Exception):  # pytest will say what is wrong with it
+                import_module(".".join(path.relative_to(house.parent).with_suffix("").parts))
 
 
 # -- the order ---------------------------------------------------------------------------------------------------------------------
