@@ -162,6 +162,12 @@ def seconds_until(deadline_ns: int | None) -> float | None:
     return None if deadline_ns is None else max(0.0, (deadline_ns - time.monotonic_ns()) / 1e9)
 
 
+def is_readable(fd: int, within_s: float = 0.0) -> bool:
+    """Return whether a descriptor can be read, such as a pidfd whose process has ended. Waits for it in this thread."""
+    (waiting := select.poll()).register(fd, select.POLLIN)
+    return bool(waiting.poll(within_s * 1000))
+
+
 def time_left(deadline_ns: int | None) -> float | None:
     """Return `seconds_until` as a timeout, for a call that bounds itself. A deadline that has passed leaves a nanosecond."""
     return None if deadline_ns is None else max(seconds_until(deadline_ns), 1e-9)

@@ -45,7 +45,7 @@ MOST: dict[str, tuple[int, int, int]] = {
 # 26 the end of what a client of a service leaves under way, and of drivers of a service that was replaced
 # 13 the cache files that a driver has verified, and does not read again while they stay the same
 # 25 a service that starts without the libraries of the command line
-MOST_CODE_LINES = 44_940
+MOST_CODE_LINES = 44_929
 MOST_FILES = 324
 MOST_LINES_OF_C = 5_813
 MOST_NAMES_DEFINED_TWICE = 0
@@ -57,7 +57,7 @@ def test_a_call_runs_through_no_more_code_than_before() -> None:
     command = [sys.executable, "-m", "tests.bench", "walk", "--json"]
     kinds = 3 if sys.version_info[:2] == (3, 11) else 2  # other versions of Python have other bytecodes
     least: dict[str, tuple[int, ...]] = {}
-    for _ in range(3):
+    for _ in range(8):  # what arrives at once, or one turn of the loop later, differs
         found = json.loads(subprocess.run(command, cwd=root, check=True, stdin=subprocess.DEVNULL, capture_output=True, text=True).stdout)
         for step, entry in found.items():
             counts = tuple(entry[what] for what in ("calls", "files", "bytecodes")[:kinds])

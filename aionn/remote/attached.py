@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -22,7 +23,7 @@ from aionn.errors import AionnError, CallerError, DeadlineError, DriverDiedError
 from aionn.fmq.thread_waits import ThreadWaits, Timer, completed
 from aionn.hal.types import ErrorStatus
 from aionn.hal.values import as_messages
-from aionn.loopless import leave_in_child, seconds_until
+from aionn.loopless import is_readable, leave_in_child, seconds_until
 from aionn.remote.calls import HalCall, LogLine, Prepared
 from aionn.remote.connection import Connection, Descriptors
 from aionn.remote.control import ATTACHED, ControlError, Ready, Refused, ServiceReady, error_of
@@ -162,16 +163,16 @@ class AttachedDriver:
             self.end(again(self._main.ended_by))
             return
         name, code = self._name, None
-        try:
-            status = os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED | os.WNOHANG | os.WNOWAIT) if self._pidfd >= 0 else None
-            if status is None:
-                why = f"device {name!r} has closed its connection to this burst; the next call connects anew"
-                self._greeting.set_exception(ModelGoneError(why, status=ErrorStatus.DEVICE_UNAVAILABLE))
-                self.end(ExecutionError(why, status=ErrorStatus.DEVICE_UNAVAILABLE))
-                return
-            code = status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
-        except ChildProcessError:
-            pass  # the runtime has reaped it and says so soon, or it is another process's child
+        if self._pidfd < 0 or not is_readable(self._pidfd):
+            why = f"device {name!r} has closed its connection to this burst; the next call connects anew"
+            self._greeting.set_exception(ModelGoneError(why, status=ErrorStatus.DEVICE_UNAVAILABLE))
+            self.end(ExecutionError(why, status=ErrorStatus.DEVICE_UNAVAILABLE))
+            return
+        # The runtime may have reaped it and says so soon, or it is another process's child.
+        with suppress(ChildProcessError):
+            status = os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if status is not None:
+                code = status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
         self.end(DriverDiedError(name, code))
 
     def end(self, error: BaseException) -> None:

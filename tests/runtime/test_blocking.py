@@ -298,6 +298,31 @@ async def test_a_model_that_ends_its_driver_is_prepared_once_for_a_call(fake: Fa
         burst.close()
 
 
+async def test_a_driver_that_dies_at_each_opening_is_started_once_for_a_call(fake: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with leak_check(), aionn.Runtime() as runtime:
+        burst = await opened(await compiled(runtime, fake))
+        await in_thread(right, burst, 1)
+        open_driver = BlockingConnection.open_driver
+
+        async def opens_and_kills(*call: Any) -> Any:
+            prepared = await open_driver(*call)
+            (pid,) = driver_pids()
+            os.kill(pid, signal.SIGKILL)
+            assert wait_for_end(pid, 20)
+            return prepared
+
+        (device,) = (device for device in runtime.devices if device.name == fake.name)
+        (pid,) = driver_pids()
+        os.kill(pid, signal.SIGKILL)
+        assert await ended(pid, 30)
+        with monkeypatch.context() as patch:
+            patch.setattr(BlockingConnection, "open_driver", opens_and_kills)
+            assert isinstance(await in_thread(outcome, burst.compute, of(2)), aionn.DriverDiedError)
+        assert device.statistics()["starts"] == 3
+        await in_thread(right, burst, 3)
+        burst.close()
+
+
 async def test_a_driver_that_hangs_is_judged_as_for_tasks(fake: FakeDevice) -> None:
     async with leak_check(), aionn.Runtime(hang_s=0.5) as runtime:
         burst = await opened(await compiled(runtime, fake))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import os
 import re
-import select
 import signal
 import socket
 import threading
@@ -15,6 +14,7 @@ from pathlib import Path
 from aionn.cgroups import text_of
 from aionn.cli.checks import ROOT, Row, fail, ok, warn
 from aionn.errors import AionnError, DeadlineError
+from aionn.loopless import is_readable
 
 LEAST = (5, 4)
 """The first kernel with pidfd_open and waitid on a pidfd."""
@@ -77,8 +77,7 @@ def event_descriptors(root: Path = ROOT) -> Row:
         return _refused("eventfd", "eventfd", error, root)
     try:
         os.eventfd_write(fd, 1)
-        (waiting := select.poll()).register(fd, select.POLLIN)
-        woken = bool(waiting.poll(1000))
+        woken = is_readable(fd, 1.0)
     finally:
         os.close(fd)
     if woken:
@@ -146,7 +145,7 @@ def child_processes(root: Path = ROOT) -> list[Row]:
         except OSError as error:
             started.append(error)
         close(child_reads, child_writes)
-        if _readable(we_read, 10 * _ENDS_WITHIN_S):
+        if is_readable(we_read, 10 * _ENDS_WITHIN_S):
             answers.append(os.read(we_read, 1))
 
     try:
@@ -154,7 +153,7 @@ def child_processes(root: Path = ROOT) -> list[Row]:
         thread.join()
         if isinstance(child := started[0], OSError):
             return [_refused("parent death", "starting a child process", child, root)]
-        died = _readable(we_read, _ENDS_WITHIN_S) and not os.read(we_read, 1)
+        died = is_readable(we_read, _ENDS_WITHIN_S) and not os.read(we_read, 1)
         close(we_write)  # a child that lives on ends by this
         return [_pidfd(child, root), _parent_death(b"".join(answers), died)]
     finally:
@@ -169,18 +168,13 @@ def _high(fd: int) -> int:
         os.close(fd)
 
 
-def _readable(fd: int, within_s: float) -> bool:
-    (waiting := select.poll()).register(fd, select.POLLIN)
-    return bool(waiting.poll(within_s * 1000))
-
-
 def _pidfd(pid: int, root: Path) -> Row:
     """Wait for the child by a pidfd, and without one if that is refused."""
     call = "pidfd_open"
     try:
         fd = os.pidfd_open(pid)
         try:
-            if not _readable(fd, _ENDS_WITHIN_S):
+            if not is_readable(fd, _ENDS_WITHIN_S):
                 call = "pidfd_send_signal"
                 signal.pidfd_send_signal(fd, signal.SIGKILL)
             call = "waitid(P_PIDFD)"

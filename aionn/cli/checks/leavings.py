@@ -12,7 +12,6 @@ from __future__ import annotations
 import fcntl
 import os
 import re
-import select
 import signal
 import stat
 import time
@@ -28,6 +27,7 @@ from aionn.caching.store.directory import MANIFEST, CacheDirectory, is_hex
 from aionn.caching.store.housekeeping import Housekeeping
 from aionn.caching.store.writing import empty_trash
 from aionn.cli.checks.processes import Orphan, is_orphan
+from aionn.loopless import is_readable
 
 _ASIDE = re.compile(r"blob-cache\.key\.(\d+)\.[0-9a-f]{8}")
 """A key that is being written (`private_key`), with the number of its process."""
@@ -51,8 +51,7 @@ def end_orphans(found: Sequence[Orphan]) -> list[str]:
                 # The descriptor names one process for good. So a number that was given again is noticed here.
                 if is_orphan(orphan):
                     signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-                    (waiting := select.poll()).register(pidfd, select.POLLIN)
-                    ended = bool(waiting.poll(_ENDS_WITHIN_S * 1000))
+                    ended = is_readable(pidfd, _ENDS_WITHIN_S)
                     done.append(f"driver {orphan.pid} of app {orphan.app}: {'killed' if ended else 'killed, and it has not ended yet'}")
             finally:
                 os.close(pidfd)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import select
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
 from aionn.cli.checks import Row, fail, ok, warn
+from aionn.loopless import is_readable
 from aionn.pages.finding import find_headers
 from aionn.pages.layout import RELEASE, VERSION
 from aionn.pages.page import start_time_of
@@ -37,8 +37,7 @@ def orphans() -> list[Orphan]:
         with suppress(OSError):
             pidfd = os.pidfd_open(orphan.pid)
             try:
-                (waiting := select.poll()).register(pidfd, select.POLLIN)
-                waiting.poll(max(0.0, deadline - time.monotonic()) * 1000)
+                is_readable(pidfd, max(0.0, deadline - time.monotonic()))
             finally:
                 os.close(pidfd)
     return [orphan for orphan in found if is_orphan(orphan)]

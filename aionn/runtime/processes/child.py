@@ -37,7 +37,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from aionn.caching.private_folder import remove_folder
-from aionn.loopless import leave_in_child, running_loop
+from aionn.loopless import is_readable, leave_in_child, running_loop
 
 if TYPE_CHECKING:
     import asyncio
@@ -118,8 +118,7 @@ class Child:
     def block_until_ended(self, seconds: float) -> None:
         """Wait for the end in this thread. The loop stands still meanwhile."""
         if self._pidfd >= 0:
-            (waiting := select.poll()).register(self._pidfd, select.POLLIN)
-            waiting.poll(seconds * 1000)
+            is_readable(self._pidfd, seconds)
 
     def end(self) -> None:
         """Close the pidfd and the output. A process that still runs is left to the system."""
@@ -264,8 +263,7 @@ class Output:
         return _LOST % int.from_bytes(count, sys.byteorder)
 
     def _lost_before_linux_5_8(self) -> bytes:
-        (looking := select.poll()).register(self.counter, select.POLLIN)
-        return _LOST % os.eventfd_read(self.counter) if looking.poll(0) else b""
+        return _LOST % os.eventfd_read(self.counter) if is_readable(self.counter) else b""
 
     @cached_property
     def _stream(self) -> EscapedStream:

@@ -11,14 +11,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import select
 import signal
 import socket
 import time
 from collections.abc import Callable
 
 from aionn.errors import AionnError, DeadlineError, DeviceUnavailableError, ServiceDiedError
-from aionn.loopless import leave_in_child, running_loop
+from aionn.loopless import is_readable, leave_in_child, running_loop
 from aionn.remote.attaching import called_by_service, connect, refusal_in
 from aionn.remote.calls import ConnectDriver, ConnectedDriver
 from aionn.remote.connection import Connection, Descriptors
@@ -68,10 +67,8 @@ class HandedChild(Child):
         """Return whether the process has just been found to have ended, or was let go."""
         if self._pidfd < 0:
             return False
-        if not self._let_go:
-            (looking := select.poll()).register(self._pidfd, select.POLLIN)
-            if not looking.poll(0):
-                return False
+        if not self._let_go and not is_readable(self._pidfd):
+            return False
         self.end()
         return True
 

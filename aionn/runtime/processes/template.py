@@ -18,7 +18,6 @@ import asyncio
 import logging
 import os
 import resource
-import select
 import signal
 import socket
 import sys
@@ -30,7 +29,7 @@ from contextlib import suppress
 from typing import Protocol
 
 from aionn.errors import CallerError
-from aionn.loopless import leave_in_child, running_loop
+from aionn.loopless import is_readable, leave_in_child, running_loop
 from aionn.remote.orders import MADE, NUMBER_OF_LAST, OWN_NUMBER, PAGE_BYTES, READY, encode_order, may_differ
 
 logger = logging.getLogger("aionn.driver")
@@ -71,8 +70,7 @@ def end_child(pidfd: int) -> None:
     try:
         with suppress(ProcessLookupError):
             signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-        (waiting := select.poll()).register(pidfd, select.POLLIN)
-        waiting.poll(ABORT_S * 1000)
+        is_readable(pidfd, ABORT_S)
         with suppress(ChildProcessError):  # the app has reaped it
             os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOHANG)
     finally:
@@ -167,8 +165,7 @@ class Template:
         said = b""
         with suppress(OSError):
             socket.send_fds(self._orders, [encode_order(arguments, environment)], given)
-            (waiting := select.poll()).register(self._orders, select.POLLIN)
-            if waiting.poll(_ANSWER_S * 1000):
+            if is_readable(self._orders.fileno(), _ANSWER_S):
                 said = self._orders.recv(PAGE_BYTES)
         if said not in (b"", MADE):
             return 0  # the system has no room for another process

@@ -265,10 +265,11 @@ class BlockingConnection(OwnerOfDrivers):
                 serving = await self.live(deadline_ns, gone)
                 with trace.span("burst.connect", device=serving.device, stage=serving.stage, **trace_of(self)):
                     link = await self._link_to(serving, reach=partial(self.reach, deadline_ns))
-            except (ModelGoneError, DriverDiedError):
+            except (ModelGoneError, DriverDiedError) as error:
                 # Another model serves by now, or does so soon. Or the driver died, which costs the caller no try, because nothing was sent.
-                # One that died before it was reached may have died of the model, which the caller alone may try again.
-                if attempts == _ATTEMPTS or not self._drivers:
+                # One that died before it was reached may have died of the model, and a second one of what it was asked. The caller alone
+                # may try those again.
+                if attempts == _ATTEMPTS or not self._drivers or (gone and isinstance(error, DriverDiedError)):
                     raise
                 gone = serving
                 continue
