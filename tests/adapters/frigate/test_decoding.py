@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import onnxruntime
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from aionn.adapters.frigate.decoding import DECODERS, rows_of
+from aionn.adapters.frigate.decoding import DECODERS, MOST_OVERLAP, rows_of
 from aionn.adapters.frigate.messages import RefusedRequestError
 from tests.adapters.frigate.detector_models import KINDS, Kind
 
@@ -68,6 +68,28 @@ def test_neighbours_that_hardly_overlap_stay() -> None:
     rows = rows_of("yologeneric", {"output0": padded}, 320, 320)
     np.testing.assert_allclose(rows[:3, 1], [0.9, 0.8, 0])
     np.testing.assert_allclose(rows[0, 2:] * 320, [80, 80, 120, 120], rtol=1e-6)
+
+
+@given(seed=st.integers(0, 2**32), many=st.integers(0, 300), places=st.integers(1, 40), scores=st.integers(1, 50))
+@example(seed=0, many=300, places=12, scores=3)
+def test_the_boxes_that_stay_are_those_of_one_pass_for_each(seed: int, many: int, places: int, scores: int) -> None:
+    """Many boxes lie at few places, so that better ones of all parts of the list take them out. Equal scores keep the model's order."""
+    random = np.random.default_rng(seed)
+    corners = random.random((places, 4), np.float32)[random.integers(0, places, many)] + random.random((many, 4), np.float32) / 20
+    levels = (random.integers(0, scores, many) / scores / 2 + 0.45).astype(np.float32)
+    order = np.argsort(-levels, kind="stable")
+    boxes = np.hstack((np.minimum(corners[:, :2], corners[:, 2:]), np.maximum(corners[:, :2], corners[:, 2:])))
+    areas = (boxes[:, 2] - boxes[:, 0]) * (boxes[:, 3] - boxes[:, 1])
+    wanted: list[int] = []
+    while order.size and len(wanted) < 20:
+        best, order = int(order[0]), order[1:]
+        wanted.append(best)
+        sides = np.minimum(boxes[best, 2:], boxes[order, 2:]) - np.maximum(boxes[best, :2], boxes[order, :2])
+        shared = sides[:, 0].clip(0) * sides[:, 1].clip(0)
+        order = order[shared <= MOST_OVERLAP * (areas[best] + areas[order] - shared)]
+    outputs = {"labels": np.arange(many)[None], "boxes": boxes[None], "scores": levels[None]}
+    rows = rows_of("dfine", outputs, 1, 1)
+    assert rows[rows[:, 1] > 0, 0].tolist() == wanted
 
 
 def test_at_most_twenty_rows_best_first() -> None:
