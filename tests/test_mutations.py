@@ -29,6 +29,8 @@ class Made:
             raise ValueError(f"ä {one + 1}")
         try:
             return min(one, other) + 2
+        except KeyError:
+            raise
         except TypeError:
             return -1
         finally:
@@ -37,6 +39,7 @@ class Made:
 
 FAULTS = {
     ("removed statement", "self.found += 1", ""),
+    ("removed statement", "raise", ""),
     ("removed statement", 'raise ValueError(f"ä {one + 1}")', ""),
     ("removed statement", "self.found = True", ""),
     ("negated condition", "one < 7 and other", "not (one < 7 and other)"),

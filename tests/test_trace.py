@@ -51,6 +51,18 @@ def test_counters_add_up() -> None:
     assert recording.counters[1].attributes == {"seq": 7}
 
 
+def test_what_no_longer_fits_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trace, "MOST_EVENTS", 3)
+    with trace.record() as recording:
+        for number in range(5):
+            trace.count("counted", number)
+            with trace.span(f"span {number}"):
+                pass
+    assert [span.name for span in recording.spans] == ["span 2", "span 3", "span 4"]
+    assert recording.total("counted") == 2 + 3 + 4
+    assert recording.lost == 4
+
+
 def test_nothing_is_made_while_nobody_listens() -> None:
     assert trace.span("one", device="x") is trace.span("two")
     with trace.record():

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import time
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import anyio
@@ -11,7 +14,7 @@ import anyio.lowlevel
 import numpy as np
 import pytest
 
-from aionn.burst import DefaultBurstExecutorWithCache, ExecutionBurstServer, IBurstExecutorWithCache
+from aionn.burst import DefaultBurstExecutorWithCache, ExecutionBurstServer, IBurstExecutorWithCache, server
 from aionn.burst.packets import DATUM_BYTES, PoolReference, RequestPacket, decode_result, split_results
 from aionn.errors import CallerError, ExecutionError
 from aionn.fmq import MessageQueue, MQDescriptor
@@ -37,6 +40,24 @@ async def test_requests_that_come_again_are_taken_by_lanes_or_by_the_listener_al
             assert (await client.answer_to(packet(identity=identity))).identity == identity
         assert client.server.answered == 9
         assert client.server._native.taken == (9 if both_ways else 0)
+
+
+@pytest.mark.parametrize("often", [False, True])
+async def test_a_listener_lets_the_loop_run_once_it_has_answered_for_so_long(often: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    slept = 0
+
+    async def sleep(seconds: float) -> None:
+        nonlocal slept
+        slept += 1
+        await anyio.lowlevel.checkpoint()
+
+    monkeypatch.setattr("aionn.driver.prepared_model.LANES", False)
+    monkeypatch.setattr(server, "asyncio", SimpleNamespace(**{**vars(asyncio), "sleep": sleep}))
+    monkeypatch.setattr(server, "YIELD_NS", -1 if often else time.monotonic_ns())  # longer than this test has run
+    async with raw_client() as client:
+        for identity in range(1, 4):
+            assert (await client.answer_to(packet(identity=identity))).identity == identity
+    assert slept == (3 if often else 0)
 
 
 async def test_free_memory_before_burst() -> None:

@@ -34,6 +34,19 @@ def test_a_folder_lies_in_memory_if_there_is_room_and_is_made_by_no_name(monkeyp
     assert name_folder() != path
 
 
+def test_a_descriptor_may_have_the_number_0_where_the_app_has_no_stdin(places: Path) -> None:
+    path = name_folder()
+    os.close(make_folder(path))
+    kept = os.dup(0)
+    try:
+        os.close(0)
+        assert left_folders() == [path]
+        assert clean_up() == [path]
+    finally:
+        os.dup2(kept, 0)
+        os.close(kept)
+
+
 def test_no_place_is_no_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(private_folder, "_places", lambda: (str(tmp_path / "absent"),))
     assert name_folder() == ""

@@ -66,6 +66,24 @@ async def test_a_miss_is_published_and_then_hit(directory: Path) -> None:
             assert [os.get_inheritable(fd) for fd in hit.handles.model] == [False, False]
 
 
+async def test_a_hit_is_closed_and_its_use_noted_once(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with CacheStore(directory) as store:
+        await stored(store, wanted())
+        hit = await store.open(wanted())
+        assert isinstance(hit, Hit)
+        closed, close = 0, hit.close_here
+
+        def counted(*, used: bool = True) -> None:
+            nonlocal closed
+            closed += 1
+            close(used=used)
+
+        monkeypatch.setattr(hit, "close_here", counted)
+        hit.leave()
+        await hit.aclose()
+    assert closed == 1
+
+
 async def test_an_entry_survives_its_store(directory: Path) -> None:
     async with CacheStore(directory) as store:
         await stored(store, wanted())

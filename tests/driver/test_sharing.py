@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
 import weakref
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
 import anyio
+import anyio.to_thread
 import msgspec
 import numpy as np
 import pytest
@@ -190,19 +192,24 @@ async def test_memory_that_the_app_may_write_to_is_not_shared(device: EngineDevi
         await second.aclose()
 
 
-async def test_hits_share_and_each_is_verified(device: EngineDevice, handles: CacheHandles) -> None:
+async def test_hits_share_and_each_is_verified(device: EngineDevice, handles: CacheHandles, monkeypatch: pytest.MonkeyPatch) -> None:
+    trimmed = threading.Event()
+    monkeypatch.setattr("aionn.driver.device.trim_arenas", trimmed.set)
     model = aionn.Model.from_onnx(product().SerializeToString())
     missed = await device.prepare_model(model, PrepareOptions(), handles)
     assert missed.save_outcome == "saved"
     joined = await device.prepare_model_from_cache(PrepareOptions(), handles)
     assert joined._shared is missed._shared
+    assert await anyio.to_thread.run_sync(trimmed.wait, 30)  # what was loaded in vain is given back beside the answer
     await missed.aclose()
     await joined.aclose()
     del missed, joined
     gc.collect()
+    trimmed.clear()  # from now on nothing is loaded in vain
     first = await device.prepare_model_from_cache(PrepareOptions(), handles)
     second = await device.prepare_model_from_cache(PrepareOptions(), handles)
     assert first._shared is second._shared
+    assert not trimmed.is_set()
     expected = computed(first)
     for fd in (*handles.model, *handles.data):
         byte = os.pread(fd, 1, 0)

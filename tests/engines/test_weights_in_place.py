@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from onnx import ModelProto, TensorProto, helper
 
 from aionn.engines.onnxruntime import OnnxRuntimeEngine
-from aionn.engines.onnxruntime_artifact import without_notes
+from aionn.engines.onnxruntime_artifact import WEIGHTS_FILE, with_weights_outside, without_notes
 from aionn.hal import Artifact, CompileOptions
 from aionn.runtime.model import Model
 from tests.engines.onnx_graphs import body, model_of, value
@@ -129,6 +129,18 @@ def test_weights_give_what_the_compiled_model_gives_and_stay_what_they_are(use: 
             np.testing.assert_array_equal(into[name], array)
             made[name][...] = 3  # the caller's own
     assert weights == artifact.data[0]
+
+
+def test_only_the_weights_that_are_lent_are_looked_for_in_a_file() -> None:
+    graph = helper.make_graph([], "g", [], [])
+    for name in ("lent", "kept"):
+        tensor = graph.initializer.add(name=name, data_type=TensorProto.FLOAT, data_location=TensorProto.EXTERNAL, dims=[2])
+        for key, entry in (("location", "weights"), ("offset", "8"), ("length", "16")):
+            tensor.external_data.add(key=key, value=entry)
+    changed = ModelProto.FromString(with_weights_outside(helper.make_model(graph).SerializeToString(), {"lent"}))
+    lent, kept = ({entry.key: entry.value for entry in tensor.external_data} for tensor in changed.graph.initializer)
+    assert lent == {"location": WEIGHTS_FILE, "offset": "8", "length": "16"}
+    assert kept == {"location": "weights", "offset": "8", "length": "16"}
 
 
 @pytest.mark.parametrize("use", USES, ids=lambda use: use.__name__)

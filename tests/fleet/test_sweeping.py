@@ -262,15 +262,17 @@ async def test_a_sweep_of_a_list_that_breaks_off_removes_nothing(s3: FakeS3) -> 
 
 
 async def test_a_check_names_each_kind_of_damage(store: ArtifactStore) -> None:
-    whole, torn, partial, foreign = (artifact(name, name.encode(), b"shared") for name in ("whole", "torn", "partial", "foreign"))
-    for one in (whole, torn, partial):
+    whole, torn, partial = (artifact(name, name.encode(), b"shared") for name in ("whole", "torn", "partial"))
+    alone = artifact("alone", b"alone")  # a statement with no whole file
+    for one in (whole, torn, partial, alone):
         await one.push(store)
     foreign = artifact("foreign", b"shared", key=OTHER_BUILDER)
     await store.requests.put_new(foreign.place.path, foreign.signed)
     misplaced = artifact("misplaced", b"shared")
     await store.requests.put_new(misplaced.place._replace(fingerprint="0" * 32).path, misplaced.signed)
     await store.requests.replace(f"blake3/{stored(b'torn').digest.hex()}", b"tron")
-    await store.requests.remove(f"blake3/{stored(b'partial').digest.hex()}")
+    for gone in (b"partial", b"alone"):
+        await store.requests.remove(f"blake3/{stored(gone).digest.hex()}")
     await store.requests.put_new(f"blake3/{stored(b'unnamed').digest.hex()}", b"unnamed")
     found = await check_store(store, trusted_files(KEYRING))
     reasons = {one.path: one.reason.value for one in found.bad}
@@ -278,11 +280,12 @@ async def test_a_check_names_each_kind_of_damage(store: ArtifactStore) -> None:
         f"blake3/{stored(b'torn').digest.hex()}": "wrong_bytes",
         torn.place.path: "wrong_bytes",
         partial.place.path: "partial",
+        alone.place.path: "partial",
         foreign.place.path: "untrusted_builder",
         misplaced.place._replace(fingerprint="0" * 32).path: "wrong_token",
     }
-    assert (found.statements, found.files, found.unnamed, found.removed) == (5, 4, 1, 0)
-    assert (await check_store(store, trusted_files(KEYRING), remove=True)).removed == 5
+    assert (found.statements, found.files, found.unnamed, found.removed) == (6, 4, 1, 0)
+    assert (await check_store(store, trusted_files(KEYRING), remove=True)).removed == 6
     left = await check_store(store, trusted_files(KEYRING))
     assert (left.statements, left.bad) == (1, ())
     assert await torn.push(store) is Pushed.ADDED

@@ -11,6 +11,7 @@ import pytest
 
 from aionn.errors import CallerError, DeadlineError
 from aionn.fmq import NOT_EMPTY, MessageQueue, QueueClosedError
+from aionn.fmq.event_flag import deadline_after
 from tests.fmq.queues import both_ends, words_of
 
 pytestmark = [pytest.mark.anyio, pytest.mark.both_loops]
@@ -29,6 +30,12 @@ def test_bits_are_taken_by_who_waits_for_them_and_others_stay(ends: tuple[Messag
     with pytest.raises(DeadlineError):
         reader.reader_flag.wait_in_thread(0x4 | 0x8, 0)
     assert reader.reader_flag.wait_in_thread(0x10, 0) == 0x10
+
+
+def test_a_deadline_is_so_many_seconds_from_now() -> None:
+    before_ns = time.monotonic_ns()
+    assert before_ns <= deadline_after(3600.0) - 3600 * 10**9 <= time.monotonic_ns()
+    assert deadline_after(None) == -1
 
 
 def test_waking_for_nothing_does_nothing(ends: tuple[MessageQueue, MessageQueue]) -> None:

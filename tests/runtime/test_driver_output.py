@@ -26,13 +26,29 @@ import aionn
 from aionn.driver.beginning import PATIENCE_S
 from aionn.errors import DriverDiedError, again
 from aionn.escapes import escaped
-from aionn.runtime.processes.child import PIPE_BYTES
+from aionn.runtime.processes.child import PIPE_BYTES, output_pipe
 from aionn.runtime.processes.spawning import USUAL, Settings, Spawned
 from aionn.testing import identity_model
 from tests.leaks import driver_pids, leak_check, wait_for_end
 from tests.runtime.printing_engine import BYTES, LAST_WORDS, NAME, Act, flood
 
 pytestmark = [pytest.mark.anyio, pytest.mark.both_loops, pytest.mark.usefixtures("surroundings")]
+
+
+def test_a_pipe_may_have_the_number_0_where_the_app_has_no_stdin() -> None:
+    kept = os.dup(0)
+    try:
+        output, theirs = output_pipe()
+        os.dup2(output._fd, 0, inheritable=False)
+        os.close(output._fd)
+        output._fd = 0
+        os.write(theirs, b"words\n")
+        os.close(theirs)
+        output.end()
+        assert output.last_lines == "words"
+    finally:
+        os.dup2(kept, 0)
+        os.close(kept)
 
 
 @pytest.fixture

@@ -22,6 +22,7 @@ import pytest
 
 import aionn
 import aionn.blocking
+from aionn.remote.calls import ListShared
 from aionn.remote.control import PROTOCOL, ServiceReady, encode
 from aionn.remote.device import RemoteDevice
 from aionn.runtime import open_runtime
@@ -513,6 +514,19 @@ async def test_a_driver_without_guests_is_left_alone_until_it_may_end(folder: Pa
                 while asked != before:
                     before, looks = asked, service.looks
                     await until(lambda: service.looks > looks + 10)  # noqa: B023
+
+
+async def test_a_driver_that_dies_between_two_questions_is_not_listed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ask = server._asked
+
+    async def died(device: Any, question: Any) -> Any:
+        return None if isinstance(question, ListShared) else await ask(device, question)
+
+    async with looking(folder, monkeypatch) as (service, path), aionn.Runtime(service=path, start=()) as runtime:
+        await right((await runtime.compile(MODEL, devices=REFERENCE)).compute, 1)
+        assert [driver.device for driver in (await service._facts()).drivers] == REFERENCE
+        monkeypatch.setattr(server, "_asked", died)
+        assert (await service._facts()).drivers == ()
 
 
 async def test_settings_that_no_driver_has_make_room_for_others(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

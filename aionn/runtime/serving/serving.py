@@ -70,7 +70,7 @@ class Serving:
         asleep: whether it was given back because the app did not use it (`preparing.kept_model`). The next use prepares it again.
     """
 
-    __slots__ = ("_idle", "asleep", "lost", "model", "prepared", "stage", "use", "users")
+    __slots__ = ("_gap", "asleep", "lost", "model", "prepared", "stage", "use", "users")
 
     def __init__(self, prepared: Prepared, model: PooledModel, use: Use, stage: str | None = None) -> None:
         self.prepared = prepared
@@ -80,7 +80,7 @@ class Serving:
         self.users = 0
         self.lost = False
         self.asleep = False
-        self._idle: list[anyio.Event] = []
+        self._gap: anyio.Event | None = None
 
     @property
     def device(self) -> str:
@@ -120,10 +120,9 @@ class Serving:
         self.users -= 1
         if not self.users:
             self.use.idle_began(known=estimated)
-            if self._idle:
-                waiting, self._idle = self._idle, []
-                for event in waiting:
-                    event.set()
+            if self._gap is not None:
+                self._gap.set()
+                self._gap = None
 
     def entered(
         self, settled: Callable[[Result | None], None], deadline_ns: int | None = None, *, estimated: bool = True
@@ -154,13 +153,9 @@ class Serving:
 
     async def next_gap(self) -> None:
         """Return when the last of the executions in flight ends, now or after the next has begun."""
-        event = anyio.Event()
-        self._idle.append(event)
-        try:
-            await event.wait()
-        finally:
-            if event in self._idle:
-                self._idle.remove(event)
+        if self._gap is None:
+            self._gap = anyio.Event()
+        await self._gap.wait()
 
 
 class Use:

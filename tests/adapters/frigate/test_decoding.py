@@ -92,6 +92,15 @@ def test_the_boxes_that_stay_are_those_of_one_pass_for_each(seed: int, many: int
     assert rows[rows[:, 1] > 0, 0].tolist() == wanted
 
 
+def test_as_many_places_as_values_are_read_as_the_format_has_them() -> None:
+    """Of a square output, the first axis is that of a box and its scores."""
+    output = np.zeros((1, 84, 84), np.float32)
+    output[0, :4, 7], output[0, 4 + 2, 7] = (100, 100, 40, 40), 0.9
+    rows = rows_of("yologeneric", {"output0": output}, 320, 320)
+    np.testing.assert_allclose(rows[0, :2], [2, 0.9], rtol=1e-6)
+    assert not rows[1:].any()
+
+
 def test_at_most_twenty_rows_best_first() -> None:
     places = np.arange(40, dtype=np.float32)
     output = np.zeros((1, 1, 40, 7), np.float32)
