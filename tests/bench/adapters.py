@@ -2,7 +2,8 @@
 
 Rows, one figure or more each, with the bound that aionn means to reach. Ratios are computed within a round; their median is judged.
     D1    a detector of Frigate: answers that differ from plain ONNX Runtime with the table's decoding, the time that the way to the
-          driver adds, and the time from the driver's SIGKILL to the next right answer
+          driver adds beside a session with default options and beside one with the driver's (a thread for each usable CPU, no spinning),
+          and the time from the driver's SIGKILL to the next right answer
     D2    six cameras at 10 pictures a second: p99 and memory beside a detector process of ONNX Runtime, which is fed as Frigate feeds its
           own: pictures in shared memory, names through a queue
     D3    16 satellites of Home Assistant: scores and CPU of `aionn serve-wyoming` beside `pyopen-wakeword`, in process and behind the
