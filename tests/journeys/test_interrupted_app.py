@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.leaks import leak_check, wait_for_end
+from tests.leaks import leak_check, processes_below, wait_for_end
+from tests.reaper import PR_SET_CHILD_SUBREAPER
 
 ROOT = Path(__file__).parent.parent.parent
 GONE_WITHIN_S = 30.0
@@ -76,7 +80,6 @@ async def main():
         sockets = [fd for fd in map(int, os.listdir("/proc/self/fd")) if os.path.exists(f"/proc/self/fd/{fd}")]
         sockets = [fd for fd in sockets if stat.S_ISSOCK(os.fstat(fd).st_mode)]
         holder = subprocess.Popen([sys.executable, "-c", HOLDER, "0", *map(str, sockets)], pass_fds=sockets)
-        print(holder.pid, flush=True)
         await anyio.sleep_forever()
 
 aionn.run(main)
@@ -84,24 +87,39 @@ aionn.run(main)
 """Starts a process that holds the app's end of the control socket, and says when the driver has closed the other end."""
 
 
+@pytest.fixture
+def subreaper() -> Iterator[None]:
+    """Make this process the parent of what an app leaves, so that it sees how that ends."""
+    prctl = ctypes.CDLL(None).prctl
+    assert prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
+    yield
+    assert prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0) == 0
+
+
+@pytest.mark.usefixtures("subreaper")
 def test_a_driver_ends_with_its_app_although_another_process_holds_the_socket_open() -> None:
     with leak_check():
+        below: list[int] = []
         app = subprocess.Popen([sys.executable, "-c", HOLDING_APP], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert app.stdout is not None
         assert app.stdin is not None
         try:
-            said = [app.stdout.readline().strip() for _ in range(2)]
-            (holder,) = (int(line) for line in said if line.isdigit())
-            assert b"holding" in said
+            assert app.stdout.readline() == b"holding\n"
+            below = list(processes_below(app.pid))
             (driver,) = (child.pid for child in psutil.Process(app.pid).children() if "aionn.driver" in child.cmdline())
             app.kill()
             assert wait_for_end(app.pid, GONE_WITHIN_S)
             assert wait_for_end(driver, GONE_WITHIN_S), f"driver {driver} is still there"
+            # A driver that its app has ended would have been reaped by it, and one that ends by itself gets no signal.
+            assert os.waitstatus_to_exitcode(os.waitpid(driver, 0)[1]) == -signal.SIGKILL
             assert app.stdout.readline() == b"hung up\n", "the socket was open until the driver ended, so the case occurred"
         finally:
             app.kill()
             app.communicate()
-            assert wait_for_end(holder, GONE_WITHIN_S)
+            for pid in below:
+                assert wait_for_end(pid, GONE_WITHIN_S)
+                with suppress(ChildProcessError):
+                    os.waitpid(pid, 0)
 
 
 @pytest.mark.parametrize("loop", ["uvloop", "asyncio"])
