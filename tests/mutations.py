@@ -220,6 +220,7 @@ class Places(ast.NodeVisitor):
         self._names: list[str] = []
         self._in_function = False
         self.visit(ast.parse(source))
+        self.found = [place for place in self.found if place.new != place.old]  # a handler may raise, and two arguments be the same
 
     def _offsets(self, first: ast.expr | ast.stmt, last: ast.expr | ast.stmt | None = None) -> tuple[int, int]:
         last = last or first
@@ -365,7 +366,7 @@ class Places(ast.NodeVisitor):
     def visit_Try(self, node: ast.Try) -> None:
         for kind, body, new in [
             ("removed finally", node.finalbody, ""),
-            *(("removed handler", one.body, "raise") for one in node.handlers if ast.unparse(one.body[0]) != "raise"),
+            *(("removed handler", one.body, "raise") for one in node.handlers),
         ]:
             # A mark stands on the line of the statement that it is for, which no compound statement allows.
             if body and not isinstance(

@@ -25,6 +25,7 @@ class Made:
     def add(self, one: int, other: int = 5) -> int:
         """Return a sum."""
         self.found += 1
+        one = max(one, one)
         if one < 7 and other:
             raise ValueError(f"ä {one + 1}")
         try:
