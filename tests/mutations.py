@@ -158,6 +158,7 @@ EQUIVALENT: dict[tuple[str, str, str, str, int], str] = {
     ("aionn/fleet/requests.py", "Requests.put_chunks", "changed comparison", "size_bytes <= MULTIPART_BYTES", 1): (
         "an object of just that size is written the same in one request or in parts"
     ),
+    ("aionn/runtime/serving/serving.py", "Use.__init__", "off by one", "1", 1): "no execution has the number -1 or -2",
 }
 """Faults that change nothing that anyone can see: the keys of their places, with the reason."""
 

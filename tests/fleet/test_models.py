@@ -157,7 +157,9 @@ def packed(*files: tuple[str, bytes]) -> bytes:
 DAMAGED = {
     "nothing": b"",
     "not a model": b"<html>",
+    "a model of another release": packed(("", CONTENT)).replace(b"\x01", b"\x02", 1),
     "a list that is cut": packed(("", CONTENT))[:16],
+    "a list that is too long": packed(("", CONTENT), ("a" * (1 << 20), b"")),
     "a file that is cut": packed(("", CONTENT))[:-1],
     "more than the list says": packed(("", CONTENT)) + b"x",
     "no model in the list": packed(("weights", b"x")),
