@@ -162,9 +162,9 @@ static inline void ring_clear(int fd)
 {
     uint64_t count;
     struct iovec into = {&count, sizeof count};
-    /* RWF_NOWAIT, because the peer shares O_NONBLOCK and could clear it between this side's epoll and read.
-     * EAGAIN means that a peer or an earlier look has drained the counter. By its number, for musl has the function since 1.2.5 only. */
-    if (fd >= 0 && syscall(SYS_preadv2, fd, &into, 1, -1L, -1L, RWF_NOWAIT) < 0 && errno == EOPNOTSUPP)
+    /* RWF_NOWAIT, because the peer shares O_NONBLOCK and could clear it between this side's epoll and read. EAGAIN: it is drained. An old
+     * kernel, an emulator or an outer sandbox may refuse the call. Called by its number, for musl has the function since 1.2.5 only. */
+    if (fd >= 0 && syscall(SYS_preadv2, fd, &into, 1, -1L, -1L, RWF_NOWAIT) < 0 && errno != EAGAIN)
         (void)!read(fd, &count, sizeof count);
 }
 

@@ -7,6 +7,8 @@ import gc
 import os
 import random
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -499,3 +501,29 @@ def test_a_sleep_without_end_sees_a_signal_that_another_thread_gets() -> None:
         signal.signal(signal.SIGUSR1, before)
         os.close(fd)
     assert in_time == [True]
+
+
+WOKEN = """
+import select, sys
+import anyio
+from tests.fmq.queues import both_ends
+
+async def main():
+    with both_ends(1, 8) as (writer, reader):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(reader.wait_readable)
+            await anyio.wait_all_tasks_blocked()
+            writer.write(b"x")
+            assert select.select([reader.reader_fd], [], [], 0)[0]
+        print(select.select([reader.reader_fd], [], [], 0)[0])
+
+anyio.run(main)
+"""
+
+
+@pytest.mark.parametrize("error", ["ENOSYS", "EPERM", "EOPNOTSUPP"])
+def test_a_wake_is_taken_where_the_system_refuses_a_read_that_does_not_wait(error: str) -> None:
+    """Emulators and outer sandboxes do. A wake that stayed would come again in each turn of the loop."""
+    command = [sys.executable, "-m", "tests.sandbox.outer", f"preadv2={error}", "--", sys.executable, "-c", WOKEN]
+    ran = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, check=False)
+    assert (ran.stdout, ran.stderr) == ("[]\n", "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -16,6 +17,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import anyio
 import numpy as np
@@ -49,6 +51,23 @@ def test_a_pipe_may_have_the_number_0_where_the_app_has_no_stdin() -> None:
     finally:
         os.dup2(kept, 0)
         os.close(kept)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.EPERM, errno.EOPNOTSUPP])
+def test_what_was_dropped_is_counted_where_the_system_refuses_a_read_that_does_not_wait(
+    number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: Any) -> int:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "preadv", refused)
+    output, theirs = output_pipe()
+    os.eventfd_write(output.counter, 7)
+    os.write(theirs, b"words\n")
+    os.close(theirs)
+    output.end()
+    assert "7 bytes" in output.last_lines
+    assert output.last_lines.endswith("words")
 
 
 @pytest.fixture
