@@ -68,6 +68,25 @@ def serving(compiled: CompiledModel, name: str) -> Serving:
     return Serving(cast(RemotePreparedModel, prepared), cast(PooledModel, None), compiled.use)
 
 
+async def test_each_gap_is_one_that_comes_after_it_was_waited_for() -> None:
+    async with anyio.create_task_group() as tasks:
+        found, gaps = serving(CompiledModel(tasks), "quick"), list[str]()
+
+        async def wait(name: str) -> None:
+            await found.next_gap()
+            gaps.append(name)
+
+        for names in (["first", "beside it"], ["second"]):
+            found.enter()
+            for name in names:
+                tasks.start_soon(wait, name)
+            await anyio.wait_all_tasks_blocked()
+            gaps.append("left")
+            found.leave()
+            await anyio.wait_all_tasks_blocked()
+        assert gaps == ["left", "first", "beside it", "left", "second"]
+
+
 async def test_a_swap_commits_every_change_and_releases_what_was_replaced() -> None:
     log: list[str] = []
     async with anyio.create_task_group() as tasks:
