@@ -113,9 +113,10 @@ def _yologeneric(outputs: Mapping[str, Array], width: int, height: int) -> Detec
     _check(len(arrays) == 1 and arrays[0].ndim == 3 and arrays[0].shape[0] == 1 and min(arrays[0].shape) > 0, outputs, expected)
     values = arrays[0][0] if arrays[0].shape[1] <= arrays[0].shape[2] else arrays[0][0].T
     _check(len(values) > 4, outputs, expected)
-    chosen = np.flatnonzero(values[4:].max(axis=0) > LEAST_SCORE)
-    x, y, w, h, *_ = values = values[:, chosen].astype(np.float32)
-    return _centred(values[4:].T, values[4:].max(axis=0), (x, y, w, h), width, height)
+    best = values[4:].max(axis=0)
+    chosen = np.flatnonzero(best > LEAST_SCORE)
+    x, y, w, h, *_ = values = values[:, chosen].astype(np.float32, copy=False)
+    return _centred(values[4:].T, best[chosen], (x, y, w, h), width, height)
 
 
 def _yolo_of_cells(arrays: list[Array], width: int, height: int) -> Detections:
