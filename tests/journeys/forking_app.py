@@ -111,7 +111,12 @@ async def main(what: str, busy: bool, cache_dir: str) -> None:
                     if not child:
                         await in_child(what, runtime, device, compilation, burst)
                         return
-                    _, status = await asyncio.to_thread(os.waitpid, child, 0)
+                    if type(asyncio.get_running_loop()).__module__.startswith("uvloop"):
+                        # The child's end runs the loop. uvloop hands epoll calls over in an io_uring, whose memory a child shares, so
+                        # libuv ends a process whose parent or child does so at the same moment.
+                        _, status = os.waitpid(child, 0)  # noqa: ASYNC222
+                    else:
+                        _, status = await asyncio.to_thread(os.waitpid, child, 0)
                     print("child", os.waitstatus_to_exitcode(status), flush=True)
                 with anyio.fail_after(20):
                     if busy:
