@@ -16,7 +16,7 @@ from aionn.remote.control import ATTACHED
 
 
 def pidfd_of(alive: bool) -> int:
-    """A process that is no child of this one, as a service's driver is none of its client."""
+    """Return the pidfd of a process whose parent is another process. A client of a service sees its driver so."""
     if alive:
         return os.pidfd_open(os.getppid())
     with subprocess.Popen([sys.executable, "-c", ""], stdin=subprocess.DEVNULL) as child:
