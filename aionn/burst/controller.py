@@ -59,7 +59,7 @@ class ExecutionBurstController:
     Args:
         requests: queue of 24-byte datums that the driver reads.
         results: queue of 24-byte datums that the driver writes.
-        depth: how many requests may be in flight. Further ones wait for their turn, in order.
+        depth: how many requests may be in flight, beside as many that were withdrawn. Further ones wait for their turn, in order.
         low_power: never stay awake while waiting.
         patience_s: the driver is asked about a request that is unanswered for longer (`ask`).
         counts: a slot of the statistics page, where requests and their times are counted.

@@ -45,7 +45,7 @@ static int caller_clear(PyObject *object)
     PyBuffer_Release(&self->counts);
     struct request *lists[] = {self->first, self->spare};
     self->first = self->last = self->unsent = self->spare = NULL;
-    self->in_flight = 0;
+    self->in_flight = self->withdrawn = 0;
     for (unsigned i = 0; i < 2; i++)
         for (struct request *r = lists[i], *next; r; r = next) {
             next = r->next;
@@ -148,7 +148,8 @@ static PyObject *caller_end(PyObject *object, PyObject *Py_UNUSED(none))
 /* ---- requests ------------------------------------------------------------------------------------------------------ */
 
 /* Let a request in flight become late while it lies in the queue, so that the driver answers it and never runs it. If the driver is sure
- * to see that, what the request holds is given back now. Return whether it is. It may run any Python code. */
+ * to see that, what the request holds is given back now, and the next request may take its place. Return whether the driver is sure to see
+ * it. This function may run any Python code. */
 static bool withdraw(CallerObject *self, struct request *r)
 {
     const struct ring *requests = ring_if_usable(self->exchange.requests);
@@ -156,9 +157,13 @@ static bool withdraw(CallerObject *self, struct request *r)
         return false;
     PyObject *settled = r->settled;
     r->settled = NULL;
+    self->withdrawn += !r->withdrawn;
+    r->withdrawn = true;
     if (settled)
         flight_call(self, settled, Py_None);
     Py_XDECREF(settled);
+    if (!self->over)
+        flight_send_unsent(self);
     return true;
 }
 

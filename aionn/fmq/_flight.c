@@ -129,6 +129,7 @@ void flight_remove(CallerObject *self, struct request *r)
     if (self->unsent == r)
         self->unsent = r->next;
     self->in_flight -= r->sent;
+    self->withdrawn -= r->withdrawn;
 }
 
 /* Return the request in flight that has this identity, or NULL. Mostly it is the first one. */
@@ -186,11 +187,11 @@ void flight_settle(CallerObject *self, struct request *r, PyObject *value, uint6
     Py_XDECREF(answer);
 }
 
-/* Send those that wait, while fewer than `depth` are in flight and the queue has room. */
-static void send_unsent(CallerObject *self)
+/* Send those that wait, while there is a place and the queue has room. */
+void flight_send_unsent(CallerObject *self)
 {
     struct request *r;
-    while ((r = self->unsent) && self->in_flight < self->depth) {
+    while ((r = self->unsent) && flight_has_place(self)) {
         if (has_left(self, r->future)) {
             flight_remove(self, r);
             flight_finish(self, r, Py_None, Py_None);
@@ -247,7 +248,7 @@ void flight_look(CallerObject *self, int64_t now_ns, bool expected)
     if (now_ns && self->answers != before)
         spin_waited(&self->spin, now_ns - self->last_began_ns, self->sleeps != self->last_sleeps);
     if (!self->over)
-        send_unsent(self);
+        flight_send_unsent(self);
 }
 
 /* ---- waiting ------------------------------------------------------------------------------------------------------- */

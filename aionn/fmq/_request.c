@@ -107,7 +107,7 @@ static PyObject *begin_request(CallerObject *self, PyObject *body, PyObject *set
     /* A caller that is alone waits right here. Suspending and resuming a task costs more time than many answers take. */
     bool alone = !after && !self->first && self->woken <= 1 && (self->alone || (self->spin.brisk && now_ns < self->yield_by_ns));
     self->woken -= self->woken > 0;
-    bool sends = !self->unsent && self->in_flight < self->depth;
+    bool sends = !self->unsent && flight_has_place(self);
     struct exchange_stamp stamp = {self->last_identity + 1, (uint64_t)deadline_ns, after ? *after : 0};
     PyObject *number = after ? PyLong_FromUnsignedLongLong(stamp.first) : NULL;
     if (after && !number)

@@ -230,8 +230,9 @@ class Caller:
     def leave(self, future: Future[Any], settled: Callable[[Any], object] | None, /) -> bool:
         """Stop waiting for an answer. A request that has not been sent is dropped. One that the driver has not taken becomes late.
 
-        If the driver is sure to see that, the `settled` that `send` got is called with None now, and not with the answer. Returns True if
-        the driver may still run it. Then `settled` is called when it is settled, unless `send` got one.
+        If the driver is sure to see that, the `settled` that `send` got is called with None now, and not with the answer, and the next
+        request may take its place. Returns True if the driver may still run it. Then `settled` is called when it is settled, unless
+        `send` got one.
         """
     def answered(self, identity: int, service_ns: int, value: object, /) -> bool:
         """Settle a request with an answer that was not known. Returns False if no such request is in flight."""

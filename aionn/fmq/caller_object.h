@@ -1,6 +1,8 @@
 /* The Python object `Caller`: the app's end of a burst, with its requests in flight.
  *
  * Invariants
+ *     At most 2 * `depth` requests are in flight, and at most `depth` of them may be run, because `depth` withdrawn ones have left their
+ *     places to others. A further one keeps its place until it is answered.
  *     `first` is a list in the order of identities. The first `in_flight` requests of it are sent, and `unsent` is the next one.
  *     A request is in the list until it is answered, or the burst ends, or its caller leaves before it is sent. Until then it holds its
  *     frame, unless it was withdrawn before the driver claimed it. So no frame is used again while the driver may still write to it.
@@ -31,7 +33,7 @@ struct request {
     PyObject *body;                              /* until it is sent */
     PyObject *future, *settled, *idle;           /* each may be NULL, `future` when the caller has left or waits elsewhere */
     uint64_t captured_ns;                        /* of a traced request, or 0 */
-    bool sent;
+    bool sent, withdrawn;                        /* withdrawn: the driver is sure never to run it */
 };
 
 /* What Python does for this object. See `Caller.begin` in _ring.pyi. */
@@ -45,7 +47,7 @@ typedef struct {
     struct request *first, *last, *unsent;
     struct request *spare; /* with a future, so that nothing can fail once a packet is written */
     unsigned long long last_identity;
-    unsigned depth, in_flight;
+    unsigned depth, in_flight, withdrawn; /* `withdrawn` of those in flight are sure never to be run */
     unsigned woken; /* callers that the last look has woken and that have not called since */
     bool armed, looking, joined, over;
     bool alone;   /* its thread runs no loop, so a call looks for as long as the policy says, and then sleeps */
@@ -79,8 +81,15 @@ void flight_take(CallerObject *self);
 void flight_call_back(CallerObject *self, enum call which, PyObject *argument);
 void flight_look(CallerObject *self, int64_t now_ns, bool expected);
 void flight_watch(CallerObject *self);
+void flight_send_unsent(CallerObject *self);
 PyObject *flight_event(PyObject *object, PyObject *none);
 PyObject *flight_look_again(PyObject *object, PyObject *none);
+
+/* Return whether another request may be sent. Up to `depth` withdrawn requests take no place of `depth`. */
+static inline bool flight_has_place(const CallerObject *self)
+{
+    return self->in_flight - (self->withdrawn < self->depth ? self->withdrawn : self->depth) < self->depth;
+}
 
 /* Count a request that lies in the queue now, with a body of that length. */
 static inline void flight_note_sent(const CallerObject *self, struct request *r, Py_ssize_t length, int64_t now_ns)

@@ -374,6 +374,40 @@ def test_a_request_that_its_caller_leaves_is_run_or_gives_back_at_once_what_it_h
         assert (settled, ends.caller.in_flight) == ([None, "fine"], 0)
 
 
+def test_up_to_depth_withdrawn_requests_leave_their_places_to_the_next_ones() -> None:
+    with exchange() as ends:
+        Calls(ends.caller, depth=2)
+        ends.caller.remember(RESULTS[0], "fine")
+        sent: list[Any] = [ends.caller.send(BODY, None, 0) for _ in range(3)]
+        assert ends.caller.in_flight == 2
+        assert not ends.caller.leave(sent[0], None)  # the third one, which waited, goes in
+        assert ends.caller.in_flight == 3
+        sent.append(ends.caller.send(BODY, None, 0))
+        assert ends.caller.in_flight == 3  # the fourth one waits for the second and the third one
+        ends.caller.make_late(3)
+        assert ends.caller.in_flight == 4
+        ends.caller.make_late(3)  # its place is given once
+        sent += [ends.caller.send(BODY, None, 0) for _ in range(2)]
+        assert ends.caller.in_flight == 4
+        assert not ends.caller.leave(sent[1], None)  # the third one withdrawn keeps its place
+        assert not ends.caller.leave(sent[3], None)
+        assert ends.caller.in_flight == 4
+
+        def answer(identity: int) -> None:
+            assert ends.results_written.write(RESULTS[0] + result_identity_datum(identity, 7))
+            ends.caller.event()
+
+        for identity, in_flight in ((1, 4), (2, 4), (3, 3), (4, 2)):  # two of them let the others in
+            answer(identity)
+            assert ends.caller.in_flight == in_flight
+        assert [future.answer for future in sent] == [[], [], [("fine", 7)], [], [], []]
+        for identity in (5, 6):
+            answer(identity)
+        assert [future.answer for future in sent[4:]] == [[("fine", 7)]] * 2
+        sent += [ends.caller.send(BODY, None, 0) for _ in range(3)]
+        assert ends.caller.in_flight == 2  # again two places
+
+
 class InterruptedCalls(Calls):
     """The handler of a signal raises while a loop takes a call."""
 

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import math
+import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import anyio
+import anyio.lowlevel
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -176,6 +180,101 @@ async def test_a_usual_frame_in_flight_stays_pinned_when_its_caller_leaves(monke
                 assert anew == 1  # all but the first were usual frames
                 assert (burst.statistics()["in_flight"], burst.statistics()["pinned_frames"]) == (0, 0)
                 await compute(5)
+
+
+@asynccontextmanager
+async def queue_of_a_busy_driver(fake: FakeDevice, depth: int) -> AsyncIterator[Burst]:
+    """Yield a burst whose requests lie in the queue until `fake.behave()`, because the driver runs one of another burst."""
+    x = np.zeros(4, np.float32)
+    async with leak_check(), aionn.Runtime() as runtime, anyio.create_task_group() as tasks:
+        compilation = await runtime.compile(aionn.Model.from_onnx(identity_model({"x": (4,)})), devices=(fake.name,))
+        async with compilation.burst() as busy, compilation.burst(depth=depth) as burst:
+            await busy.compute({"x": x})
+            await burst.compute({"x": x})
+            fake.hang()
+            tasks.start_soon(busy.compute, {"x": x})
+            await fake.heard("run")
+            yield burst
+            await compute_checked(burst, 7)  # answers come in order, so those of withdrawn requests have come before
+            assert (burst.statistics()["in_flight"], burst.statistics()["pinned_frames"]) == (0, 0)
+
+
+async def compute_checked(burst: Burst, number: float) -> None:
+    outputs = await burst.compute({"x": np.full(4, number, np.float32)})
+    np.testing.assert_array_equal(next(iter(outputs.values())), np.full(4, number))
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("late", [False, True])
+async def test_a_call_that_leaves_the_queue_lets_the_next_one_in_at_once(late: bool) -> None:
+    with FakeDevice() as fake:
+        async with queue_of_a_busy_driver(fake, depth=1) as burst, anyio.create_task_group() as calls:
+            with anyio.CancelScope() as leaving:
+                async with anyio.create_task_group() as tasks:
+                    if late:
+                        with pytest.raises(aionn.DeadlineError, match="the driver's answer did not come"):
+                            await burst.compute({"x": np.zeros(4, np.float32)}, timeout_s=0.001)
+                    else:
+                        tasks.start_soon(compute_checked, burst, 1)
+                        await anyio.wait_all_tasks_blocked()
+                    calls.start_soon(compute_checked, burst, 2)
+                    await anyio.wait_all_tasks_blocked()
+                    assert burst.statistics()["in_flight"] == 1 + late  # without `late` the second one waits for the first one
+                    leaving.cancel()
+            assert burst.statistics()["in_flight"] == 2
+            with pytest.raises(aionn.DeadlineError, match="a free place did not come"):  # the second one has the only place
+                await burst.compute({"x": np.zeros(4, np.float32)}, timeout_s=0.001)
+            fake.behave()
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("depth", [1, 2, 8])
+async def test_a_storm_of_cancelled_calls_leaves_twice_the_depth_in_flight_at_most(depth: int) -> None:
+    with FakeDevice() as fake:
+        async with queue_of_a_busy_driver(fake, depth) as burst:
+            for _ in range(3):
+                async with anyio.create_task_group() as storm:
+                    for number in range(3 * depth):
+                        storm.start_soon(compute_checked, burst, number)
+                    await anyio.wait_all_tasks_blocked()
+                    storm.cancel_scope.cancel()
+            assert burst.statistics()["in_flight"] == 2 * depth  # the queue holds so many
+            with pytest.raises(aionn.DeadlineError, match="a free place did not come"):
+                await burst.compute({"x": np.zeros(4, np.float32)}, timeout_s=0.001)
+            async with anyio.create_task_group() as calls:
+                for number in range(3 * depth):
+                    calls.start_soon(compute_checked, burst, number)
+                await anyio.wait_all_tasks_blocked()
+                assert burst.statistics()["in_flight"] == 2 * depth
+                fake.behave()
+
+
+@pytest.mark.anyio
+async def test_calls_beside_those_that_leave_get_their_own_answers_and_no_more_than_twice_the_depth_is_in_flight() -> None:
+    depth, chance, seen = 3, random.Random(30), list[int]()
+    with FakeDevice() as fake:
+        async with queue_of_a_busy_driver(fake, depth) as burst:
+
+            async def call(number: int, turns: int | None) -> None:
+                with anyio.CancelScope() as leaving:
+                    async with anyio.create_task_group() as tasks:
+                        tasks.start_soon(compute_checked, burst, number)
+                        for _ in range(turns or 0):
+                            await anyio.lowlevel.checkpoint()
+                            seen.append(burst.statistics()["in_flight"])
+                        if turns is not None:
+                            leaving.cancel()
+
+            async with anyio.create_task_group() as calls:
+                for number in range(300):
+                    calls.start_soon(call, number, chance.choice((None, 2, 3, 5, 8, 13)))
+                    if number == 30:
+                        await anyio.wait_all_tasks_blocked()
+                        assert max(seen) > depth
+                        fake.behave()  # from here on the driver takes requests while callers leave
+                    if number > 30:
+                        await anyio.lowlevel.checkpoint()
+    assert max(seen) <= 2 * depth
 
 
 def answers(burst: Burst) -> int:

@@ -317,7 +317,7 @@ async def test_a_storm_of_cancelled_calls_grows_nothing(fake: FakeDevice) -> Non
                 task.cancel()
             assert await calls.all_ended() == ["cancelled"] * MANY
             assert at_rest(compilation)
-        assert 0 < in_flight(compilation) <= DEPTH
+        assert DEPTH < in_flight(compilation) <= 2 * DEPTH  # withdrawn requests have left their places to others
         count = connection_of(compilation).executor.frames.count()
         assert 0 < count["pinned_frames"] <= count["frames"] <= 2 * DEPTH
         fake.behave()

@@ -338,10 +338,10 @@ async def _part(
     """Connect to the driver of a prepared model, with queues that suit it."""
     if reach is not None:
         prepared = await reach(prepared)
-    capacity = enough_datums((*prepared.inputs.values(), *prepared.outputs.values()), options.depth)
-    requests = MessageQueue.create(DATUM_BYTES, capacity)
+    operands = (*prepared.inputs.values(), *prepared.outputs.values())
+    requests = MessageQueue.create(DATUM_BYTES, enough_datums(operands, 2 * options.depth))  # as many withdrawn ones may lie beside others
     try:
-        results = MessageQueue.create(DATUM_BYTES, capacity)
+        results = MessageQueue.create(DATUM_BYTES, enough_datums(operands, options.depth))
     except BaseException:
         requests.close()
         raise
