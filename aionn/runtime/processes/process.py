@@ -14,7 +14,6 @@ Without these pauses, an engine that crashes at every start, or a model that cra
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import signal
 import time
@@ -27,6 +26,7 @@ import msgspec
 
 from aionn.errors import AionnError, CallerError, DeviceUnavailableError, DriverDiedError, DriverHungError, again
 from aionn.events import DriverEnded, DriverHung, DriverStarted
+from aionn.fmq.thread_waits import completed
 from aionn.hal.types import DeviceType
 from aionn.pages.app_page import traced_until_ns
 from aionn.pages.layout import Activity, LayoutError
@@ -98,8 +98,6 @@ class DriverProcess:
         self.life = Life(spawned.started_ns, record or DriverRecord(None, name))
         self._child = spawned.child(self._exited)
         self.life.record.spawned(spawned.pid)
-        self._calls: asyncio.Queue[tuple[int, HalCall[Any], Descriptors] | None] = asyncio.Queue()
-        tasks.start_soon(self._answer_calls, name=f"answers to {name}")
         tasks.start_soon(self._watch, settings, name=f"watch over {name}")
         limits = PeerLimits(sent_bytes=GUEST_BODY_BYTES) if self._child.is_shared else ONLY_PEER
         self.connection = Connection(spawned.sock, self._call, self._socket_ended, self._greeted, limits=limits)
@@ -203,20 +201,9 @@ class DriverProcess:
             raise CallerError("a driver may call only after it has greeted")
         if isinstance(body, LogLine):
             descriptors.close()
-            self._remote.log(call_id, body)  # at once, so that it is there when the caller gets the error
-            return
-        self._calls.put_nowait((call_id, body, descriptors))
-
-    async def _answer_calls(self) -> None:
-        """Answer the driver's calls, each in a task.
-
-        A callback cannot start these tasks: anyio starts tasks only from within a task, because a callback of a loop that
-        `anyio.run` has not started knows no async library.
-        """
-        async with anyio.create_task_group() as answering:
-            while (call := await self._calls.get()) is not None:
-                assert self._remote is not None
-                answering.start_soon(self._remote.answer, *call)
+            self._remote.log(call_id, body)  # so that it is there when the caller gets the error
+        else:
+            completed(self._remote.answer(call_id, body, descriptors))  # a burst has its memories at hand, so it waits for nothing
 
     async def _watch(self, settings: Settings) -> None:
         """Kill the driver if it hangs. With `hang_s` None, only log the hang."""
@@ -287,7 +274,6 @@ class DriverProcess:
         self._note_end()
 
     def _note_end(self) -> None:
-        self._calls.put_nowait(None)
         self.life.exit_code, self.life.ended_ns = self._child.exit_code, time.monotonic_ns()
         self._ended.set()
         page, self._page = self._page, None
