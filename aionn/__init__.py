@@ -57,6 +57,7 @@ if _typing.TYPE_CHECKING:
     from aionn.memory.hardware_buffer import HardwareBuffer as HardwareBuffer
     from aionn.memory.hardware_buffer import PlaneLayout as PlaneLayout
     from aionn.memory.memory import Memory as Memory
+    from aionn.needs import Confinement as Confinement
     from aionn.runtime.compilation import Compilation as Compilation
     from aionn.runtime.executing.arguments import Outputs as Outputs
     from aionn.runtime.executing.device_memory import DeviceMemory as DeviceMemory
@@ -77,7 +78,6 @@ if _typing.TYPE_CHECKING:
     from aionn.runtime.streaming.item import Item as Item
     from aionn.runtime.streaming.recovering import RecurrentStream as RecurrentStream
     from aionn.runtime.streaming.stream import StreamResult as StreamResult
-    from aionn.sandbox.report import Confinement as Confinement
 
     __all__: list[str]
 
@@ -108,7 +108,7 @@ else:
         "aionn.runtime.streaming.item": "Item",
         "aionn.runtime.streaming.recovering": "RecurrentStream",
         "aionn.runtime.streaming.stream": "StreamResult",
-        "aionn.sandbox.report": "Confinement",
+        "aionn.needs": "Confinement",
     }
     _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
     _FACES = {

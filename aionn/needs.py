@@ -1,6 +1,6 @@
-"""What an engine needs beyond what every driver may do. The sandbox allows it, and nothing else.
+"""What an engine needs beyond what every driver may do: the sandbox allows it, and nothing else. And what confines a driver then.
 
-`aionn.hal` shows it to driver authors. It lies on the ground floor, because a driver reads it before it may import NumPy.
+`aionn.hal` shows the needs to driver authors. They lie on the ground floor, because a driver reads them before it may import NumPy.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import msgspec
 
 from aionn.errors import CallerError
 
-__all__ = ["NAMES", "Needs"]
+__all__ = ["NAMES", "Confinement", "Needs"]
 
 
 class Needs(msgspec.Struct, frozen=True):
@@ -60,3 +60,18 @@ NAMES = Needs.__struct_fields__
 
 def _is_path(value: object) -> bool:
     return isinstance(value, str) and value.startswith("/") and "\0" not in value
+
+
+class Confinement(msgspec.Struct, frozen=True):
+    """What confines one driver process (public face: `aionn.Device.sandbox`).
+
+    Attributes:
+        level: "auto", "require", "off" or "strict".
+        holds: what holds, each as one word or a few: "files", "system calls", "network", "processes", "signals", "no made code",
+            "limits", "no new privileges", "environment".
+        lacks: what does not hold, and why. One sentence each.
+    """
+
+    level: str = "off"
+    holds: tuple[str, ...] = ()
+    lacks: tuple[str, ...] = ()

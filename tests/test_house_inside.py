@@ -116,6 +116,7 @@ RUNTIME_FLOORS = (
     {"compilation"},
     {"health_watch"},
     {"open_runtime"},
+    {"asked"},
     {"runtime"},
 )
 

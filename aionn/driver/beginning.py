@@ -26,9 +26,8 @@ from aionn.caching.private_folder import RecordsFolder, user_state_directory
 from aionn.engines.installed import Homes
 from aionn.engines.needs import is_test_double, needs_of
 from aionn.errors import CallerError
-from aionn.needs import Needs
+from aionn.needs import Confinement, Needs
 from aionn.sandbox.confining import SandboxError, confine
-from aionn.sandbox.report import Confinement
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15

@@ -40,6 +40,7 @@ from aionn.hal.values import as_messages
 from aionn.memory.descriptors import check_description
 from aionn.memory.region import Region
 from aionn.memory.requests import check_request
+from aionn.needs import Confinement
 from aionn.remote.calls import (
     Adopt,
     Allocate,
@@ -77,7 +78,6 @@ from aionn.remote.calls import (
 from aionn.remote.connection import ONLY_PEER, Connection, Descriptors, PeerLimits
 from aionn.remote.control import ATTACHED, GUEST_BODY_BYTES, PROTOCOL, Attach, ControlError, Ready, Refused, failure_of
 from aionn.remote.fences import Waits, check_fence, dependency_failed, execute_fenced_by, refusal, signal_outcome, since_launch
-from aionn.sandbox.report import Confinement
 from aionn.tasks import Tasks
 
 CLEAN_UP_S = 2.0

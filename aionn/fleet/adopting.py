@@ -32,13 +32,12 @@ async def adopt(runtime: Runtime, cache_dir: str | os.PathLike[str], offered: Of
         CallerError: the runtime is not open, or belongs to another event loop.
         DeviceUnavailableError, DriverDiedError, DriverHungError: the device's driver cannot be started.
     """
+    from aionn.runtime.asked import store_at
     from aionn.runtime.preparing.adopting import adopt_entry
 
     with offered:
         opened = _opened(runtime)
-        choice = opened.cache(os.fspath(cache_dir), b"")
-        assert choice is not None
-        return await adopt_entry(opened.devices, choice.store, offered, device)
+        return await adopt_entry(opened.devices, store_at(opened, cache_dir), offered, device)
 
 
 def use_backend(runtime: Runtime, backend: CompileBackend | None) -> None:

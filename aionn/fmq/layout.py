@@ -19,13 +19,13 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterable
 from itertools import pairwise
-from typing import TypeAlias
-
-import numpy as np
-from numpy.typing import DTypeLike
+from typing import TYPE_CHECKING, TypeAlias, Union
 
 from aionn.errors import CallerError
 from aionn.hal.queues import GrantorDescriptor, MQDescriptor, MQFlavor
+
+if TYPE_CHECKING:  # most queues are of plain bytes
+    from numpy.typing import DTypeLike
 
 LINE_BYTES = 64
 """A cache line. Two cores that store to the same line wait for each other."""
@@ -65,7 +65,7 @@ MAX_REGION_BYTES = 2**31 - 1
 _LEAST_BYTES = {READ_COUNTER: COUNTER_BYTES, WRITE_COUNTER: COUNTER_BYTES, DATA: 1, EVENT_FLAG: FLAG_BYTES, CONTROL: CONTROL_BYTES}
 _NAMES = {READ_COUNTER: "read counter", WRITE_COUNTER: "write counter", DATA: "data", EVENT_FLAG: "event flag", CONTROL: "control"}
 
-Element: TypeAlias = DTypeLike | type[ctypes.Structure] | int
+Element: TypeAlias = Union["DTypeLike", type[ctypes.Structure], int]
 """One element: a NumPy dtype (structured ones too), a ctypes.Structure type, or a number of plain bytes."""
 
 
@@ -79,6 +79,8 @@ def quantum_of(element: Element) -> int:
         if not 1 <= element <= MAX_REGION_BYTES:
             raise CallerError(f"a queue element of {element} bytes was asked for; give 1 to {MAX_REGION_BYTES}")
         return element
+    import numpy as np
+
     try:
         dtype = np.dtype(element)
     except (TypeError, ValueError) as error:

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
-from numpy.typing import NDArray
 
 from aionn.hal.model import PooledModel
 from aionn.hal.options import OptionValue
 from aionn.hal.types import CacheFiles, ExecutionPreference, Priority
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 
 class CancelFlag:

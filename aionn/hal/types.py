@@ -13,12 +13,14 @@ import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import inf, prod
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import msgspec
-import numpy as np
 
 from aionn.errors import CallerError
+
+if TYPE_CHECKING:  # a service describes tensors, and computes nothing with them
+    import numpy as np
 
 CONSTANT_COPY_BYTES = 128
 """Constants up to this size travel in the graph, larger ones by reference into a pool (as NNAPI's setOperandValue does)."""
@@ -119,20 +121,24 @@ _OF_ML_DTYPES = frozenset(
 
 
 class _Dtypes(dict[OperandType, "np.dtype[np.generic]"]):
-    """The dtypes that were asked for. An app without such tensors does not pay for the import of ml_dtypes."""
+    """The dtypes that were asked for. A process pays for the import of NumPy, or of ml_dtypes, when it asks for such a type."""
 
     def __missing__(self, member: OperandType) -> np.dtype[np.generic]:
-        import ml_dtypes
+        import numpy as np
 
-        dtype: np.dtype[np.generic] = np.dtype(getattr(ml_dtypes, member.value))
+        name: Any = object if member is OperandType.STRING else member.value
+        if member in _OF_ML_DTYPES:
+            import ml_dtypes
+
+            name = getattr(ml_dtypes, member.value)
+        dtype: np.dtype[np.generic] = np.dtype(name)
         self[member] = dtype
         return dtype
 
 
-_DTYPES = _Dtypes({member: np.dtype(member.value) for member in OperandType if member.in_numpy})
-_DTYPES[OperandType.STRING] = np.dtype(object)
-_ELEMENT_BYTES = {member: _DTYPES[member].itemsize if member.in_numpy else 1 for member in OperandType}
-_ELEMENT_BYTES |= {OperandType.BFLOAT16: 2, OperandType.STRING: 0}
+_DTYPES = _Dtypes()
+_ELEMENT_BYTES = {member: int("".join(filter(str.isdigit, member.value)) or 8) // 8 for member in OperandType if member.in_numpy}
+_ELEMENT_BYTES |= dict.fromkeys(_OF_ML_DTYPES, 1) | {OperandType.BFLOAT16: 2, OperandType.STRING: 0}
 
 
 class Default(msgspec.Struct, frozen=True):

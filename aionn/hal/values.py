@@ -11,15 +11,18 @@ import enum
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, NamedTuple
+from struct import pack, unpack_from
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
 from aionn.errors import CallerError
 from aionn.hal.model import PooledModel
 from aionn.hal.types import Operand, OperandType, Result
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 __all__ = [
     "Border",
@@ -131,12 +134,12 @@ def outside_frames(model: PooledModel) -> str:
     return next(found, "")
 
 
-_LENGTH = np.dtype("<u4")
+_LENGTH_BYTES = 4
 
 
 def joined_texts(texts: Sequence[bytes]) -> bytes:
     """Return texts of UTF-8 as they travel and lie in defaults: u32 lengths of all of them, then their bytes."""
-    return np.fromiter(map(len, texts), _LENGTH, len(texts)).tobytes() + b"".join(texts)
+    return pack(f"<{len(texts)}I", *map(len, texts)) + b"".join(texts)
 
 
 def split_texts(content: bytes | memoryview, shape: tuple[int, ...]) -> NDArray[np.object_]:
@@ -145,11 +148,13 @@ def split_texts(content: bytes | memoryview, shape: tuple[int, ...]) -> NDArray[
     Raises:
         ValueError: the content does not hold so many texts, or a text is not UTF-8.
     """
+    import numpy as np
+
     count = prod(shape)
-    begin = count * _LENGTH.itemsize
+    begin = count * _LENGTH_BYTES
     if begin > len(content):
         raise ValueError(f"{count} texts cannot lie in {len(content)} bytes")
-    lengths = np.frombuffer(content, _LENGTH, count).tolist() if count else []  # a copy: the peer may still write to the memory
+    lengths = unpack_from(f"<{count}I", content)  # a copy: the peer may still write to the memory
     if begin + sum(lengths) != len(content):
         raise ValueError(f"texts of {sum(lengths)} bytes do not fill {len(content) - begin} bytes")
     texts = np.empty(count, object)
@@ -161,6 +166,8 @@ def split_texts(content: bytes | memoryview, shape: tuple[int, ...]) -> NDArray[
 
 def default_of(operand: Operand) -> NDArray[Any] | None:
     """Return what an input holds where an app leaves it out, as an array that may be read only. None: it has no default."""
+    import numpy as np
+
     default = operand.default
     if default is None:
         return None

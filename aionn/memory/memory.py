@@ -21,16 +21,17 @@ import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from math import prod
-from typing import Any, Protocol
-
-import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from typing import TYPE_CHECKING, Any, Protocol
 
 from aionn.errors import CallerError
 from aionn.hal.types import MemoryDescription, MemoryKind, Operand
 from aionn.loopless import ClosedByWith
 from aionn.memory import limits
 from aionn.memory.region import PROT_READ, PROT_WRITE, Access, Region
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import DTypeLike, NDArray
 
 _MOST_BYTES = 2**63
 """More bytes than any file, memory or array has."""
@@ -223,6 +224,8 @@ class Memory(ClosedByWith):
         Raises:
             CallerError: the array would reach beyond the memory, or the memory has been closed.
         """
+        import numpy as np
+
         element, extents = np.dtype(dtype), extents_of((shape,) if isinstance(shape, int | np.integer) else shape)
         if element.hasobject:
             raise CallerError(f"dtype {element} holds references to Python objects; shared memory holds plain numbers only")
@@ -277,10 +280,11 @@ class Memory(ClosedByWith):
         pool = self._living()
         if not isinstance(index, slice) or index.step not in (None, 1):
             raise CallerError(f"memory[{index!r}]: expected a plain slice; use `memory[begin:end]`, or `array()` for single elements")
-        for end in (index.start, index.stop):
-            if end is not None and not isinstance(end, int | np.integer):
-                raise CallerError(f"memory[{index.start!r}:{index.stop!r}]: expected whole numbers of bytes as the ends of a slice")
-        begin, end = (value if value is None or value >= 0 else value + self.size_bytes for value in (index.start, index.stop))
+        try:
+            ends = [end if end is None else operator.index(end) for end in (index.start, index.stop)]
+        except TypeError:
+            raise CallerError(f"memory[{index.start!r}:{index.stop!r}]: expected whole numbers of bytes as the ends of a slice") from None
+        begin, end = (value if value is None or value >= 0 else value + self.size_bytes for value in ends)
         begin, end = begin or 0, self.size_bytes if end is None else end
         if not 0 <= begin < end <= self.size_bytes:
             raise CallerError(f"memory[{begin}:{end}] of {self.size_bytes} bytes: expected a slice of at least one byte within the memory")

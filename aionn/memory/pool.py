@@ -29,13 +29,14 @@ from collections.abc import Callable, Iterable, Iterator
 from ctypes import c_ubyte
 from functools import partial
 from sys import getrefcount
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any
 
 from aionn.errors import CallerError, MemoryAllocationError
 from aionn.memory.region import PAGE_BYTES, Region
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 ALIGNMENT_BYTES = 64
 """Each argument of a frame begins on another cache line (AIDL NNAPI: preferred alignment)."""
@@ -96,6 +97,8 @@ class MemoryFrame:
         """Return arrays over the frame at (name, dtype, shape, offset), which are the same objects each time for one `key`."""
         group = self.arrays.get(key)
         if group is None:
+            import numpy as np
+
             if len(self.arrays) >= _REMEMBERED_GROUPS and not self.held():
                 self.clear()
             data = self._data
@@ -138,8 +141,8 @@ def _unpin_ended(ended: weakref.ref[MemoryFrame], _answer: object) -> None:
 
 
 def _measure_held_above() -> int:
-    """Count the references that `held` sees on an array without other holders, on this interpreter."""
-    group = {0: np.zeros(1)}
+    """Count the references that `held` sees on an array without other holders, on this interpreter. Any object has as many."""
+    group = {0: object()}
     for array in [*group.values()]:
         return getrefcount(array)
     raise AssertionError("unreachable")

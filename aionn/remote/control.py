@@ -38,8 +38,8 @@ from aionn.errors import (
 )
 from aionn.escapes import escaped
 from aionn.hal.types import CacheFiles, DeviceType, ErrorStatus, Performance
+from aionn.needs import Confinement
 from aionn.remote.calls import ControlMessage, Fd, HalCall
-from aionn.sandbox.report import Confinement
 
 A = TypeVar("A")
 

@@ -3,7 +3,8 @@
 The lines stand in the order of imports. A package or module here imports the ones on lower lines, never the ones beside it or above.
 
     runtime      `Runtime`: opens and closes everything
-    open_runtime what an open runtime owns: compiles models, and closes everything
+    asked        one call of `Runtime.compile`, and the compilation that is made of it
+    open_runtime what an open runtime owns, and its end
     health_watch judges whether the runtime can do the app's work
     compilation  `Compilation`: the face of a compiled model, and the parts below it
     staging      better stages, made behind the stream and swapped in      streaming    bursts as an app uses them

@@ -14,8 +14,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from numpy.typing import NDArray
-
 from aionn import trace
 from aionn.caching.outcomes import CacheOutcome
 from aionn.errors import AionnError, CallerError
@@ -43,6 +41,8 @@ from aionn.runtime.streaming.kept_burst import KeptBurst
 from aionn.tasks import bounded_shield, ending_by
 
 if TYPE_CHECKING:  # most apps make no stages, and start no executions
+    from numpy.typing import NDArray
+
     from aionn.memory.memory import HasFileno
     from aionn.runtime.executing.event import Event
     from aionn.runtime.staging.measuring import Inputs, Run

@@ -12,14 +12,16 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from aionn.pages.app_layout import ANSWERED, DROPPED
-from aionn.runtime.compilation import CompilationParts
 from aionn.runtime.health import CompilationHealth, Health, HealthPolicy, State
-from aionn.runtime.preparing.kept_model import KeptModel
 from aionn.runtime.record import ASKING, FAILED, LOADING, LOOKING, READING, STARTING, Progress
 from aionn.runtime.session import Session
-from aionn.runtime.streaming.any_connection import AnyConnection
+
+if TYPE_CHECKING:  # nothing is compiled yet when a runtime opens
+    from aionn.runtime.compilation import CompilationParts
+    from aionn.runtime.preparing.kept_model import KeptModel
 
 LOOP_STALL_S = 5.0
 """An event loop that has not run its heartbeat for so long stands still. It should run every second."""
@@ -133,6 +135,8 @@ class _Drops:
 
     def count(self, alive: Sequence[KeptModel]) -> None:
         """Count what the open bursts have dropped and answered since the last call."""
+        from aionn.runtime.streaming.any_connection import AnyConnection
+
         now: dict[int, tuple[int, int]] = {}
         dropped = frames = 0
         for kept_model in alive:

@@ -52,24 +52,26 @@ if TYPE_CHECKING:
     from aionn.runtime.staging.stage import StagePolicy
 
 
-_NEEDED = ("aionn.runtime.open_runtime", "aionn.runtime.preparing.plan", "aionn.caching.store")
-"""What `open` imports while a driver starts. It does so in the loop's thread, because two threads cannot import NumPy at once."""
+TO_OPEN, TO_COMPILE = "aionn.runtime.open_runtime", "aionn.runtime.asked"
+"""What an open runtime needs, and what compiles and computes with it. `open` imports all of it while a driver starts. It does so in the
+loop's thread, because two threads cannot import NumPy at once."""
 
 
-def import_needed() -> None:
-    """Import what an open runtime needs. What is imported stays, so looking for garbage in it meanwhile is a waste of time.
+def import_needed(module: str) -> None:
+    """Import a module and what it needs. All that stays, so looking for garbage in it meanwhile is a waste of time.
 
     Raises:
         MemoryAllocationError: this process has no free file descriptor to read modules with.
     """
-    collects, is_first = gc.isenabled(), _NEEDED[-1] not in sys.modules
+    if module in sys.modules:
+        return
+    collects = gc.isenabled()
     gc.disable()
     try:
         with with_descriptors("the import of what a runtime needs"), _short_spins():
-            for module in _NEEDED:
-                import_module(module)
+            import_module(module)
     finally:
-        if is_first and not gc.get_freeze_count():  # what the app has frozen stays frozen
+        if not gc.get_freeze_count():  # what the app has frozen stays frozen
             gc.freeze()  # with `unfreeze`, all that exists counts as old, so the next collection does not look through it (8 ms)
             gc.unfreeze()
         if collects:
@@ -187,7 +189,8 @@ class Runtime(AsyncOnly):
     async def open(self) -> None:
         """Open the runtime in this event loop; `aclose` must follow. A runtime is opened once.
 
-        The first opening in a process imports NumPy and most of aionn, which holds the loop for about 0.1 s.
+        The first opening in a process that starts a driver imports NumPy and most of aionn while the driver starts, which holds the loop
+        for about 0.1 s. Otherwise the first `compile` does.
 
         Raises:
             CallerError: it has been opened before, or no asyncio or uvloop loop runs.
@@ -199,7 +202,7 @@ class Runtime(AsyncOnly):
         is_ours(loop)  # noted, before there can be a fork
         early = {} if _is_served(self._settings) else spawn_early(self._start, self._settings)
         try:
-            import_needed()
+            import_needed(TO_COMPILE if early else TO_OPEN)
             from aionn.runtime.health import checked_policy
             from aionn.runtime.open_runtime import OpenRuntime
 
@@ -337,7 +340,9 @@ class Runtime(AsyncOnly):
             DeadlineError: it took longer than `timeout_s`.
             DriverDiedError, DriverHungError: the driver went away meanwhile.
         """
-        from aionn.runtime.open_runtime import Asked
+        opened = self._opened
+        import_needed(TO_COMPILE)
+        from aionn.runtime.asked import Asked
 
         asked = Asked(
             model=model,
@@ -360,7 +365,7 @@ class Runtime(AsyncOnly):
             required=required,
             on_event=on_event,
         )
-        return await self._opened.compile(asked)
+        return await asked.compile(opened)
 
     def health(self) -> Health:
         """Return whether the runtime can do the app's work now. It waits for nothing, and any thread may call it, at any time.

@@ -9,13 +9,16 @@ import asyncio
 import os
 import weakref
 from asyncio import _get_running_loop  # as in `burst`
+from typing import TYPE_CHECKING
 
 from aionn.errors import CallerError
 from aionn.loopless import running_loop
 from aionn.runtime.processes.devices import Devices
 from aionn.runtime.record import Record
-from aionn.runtime.serving.serving import CompiledModel
 from aionn.tasks import OwnedTasks
+
+if TYPE_CHECKING:  # nothing is compiled yet when a runtime opens
+    from aionn.runtime.serving.serving import CompiledModel
 
 
 class Session:

@@ -9,9 +9,8 @@ there. Linux lets every process do that, without root. What is taken away stays 
     filter      the seccomp program: which system calls a driver may make, and with which arguments
     confining   all of that and limits of the process in their order. The result says what holds, and what this kernel lacks
     strict      for tests: names a denied system call on stderr before it ends the driver (`_strict.c`)
-    report      that result
 
-Each mechanism is tried. What the kernel refuses stands in the report. `docs/security.md` has the threat model.
+Each mechanism is tried. What the kernel refuses stands in the result (`aionn.needs.Confinement`). `docs/security.md` has the threat model.
 
 A driver confines itself once. A second step after the engine's import could take away more, such as the right to run code from files. But
 Landlock before its ABI 8 restricts one thread, and an imported engine has several. A second filter reaches all threads, but aionn imports

@@ -13,11 +13,10 @@ import os
 import resource
 from collections.abc import Callable
 
-from aionn.needs import Needs
+from aionn.needs import Confinement, Needs
 from aionn.sandbox import landlock
 from aionn.sandbox.filter import MACHINES, install, program
 from aionn.sandbox.paths import rules, too_wide
-from aionn.sandbox.report import Confinement
 
 LEAST_ABI = 3
 """What level "require" asks for. Older versions of Landlock do not see that a file is cut, which only the filter denies then."""

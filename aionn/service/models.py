@@ -20,7 +20,7 @@ import stat
 from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import msgspec
@@ -31,10 +31,13 @@ from aionn.graph.files import Beside, OpenFile, open_model
 from aionn.hal.types import ErrorStatus
 from aionn.remote.calls import OpenModel
 from aionn.remote.device import RemotePreparedModel
-from aionn.runtime.compilation import CompilationParts, parts_of
-from aionn.runtime.model import Model, model_of_files
-from aionn.runtime.open_runtime import Asked, OpenRuntime
+from aionn.runtime.runtime import TO_COMPILE, import_needed
 from aionn.tasks import run_in_thread
+
+if TYPE_CHECKING:  # imported for the first client without a loop, since an idle service should take little memory
+    from aionn.runtime.compilation import CompilationParts
+    from aionn.runtime.model import Model
+    from aionn.runtime.open_runtime import OpenRuntime
 
 MOST_MODELS = 64
 MOST_OF_AN_APP, MOST_BYTES_OF_AN_APP = 16, 2 << 30
@@ -105,8 +108,14 @@ class KeptModels:
             turns = self._turns.setdefault(app, asyncio.Semaphore(MOST_AT_ONCE))
             async with turns, self._locks.setdefault(key, asyncio.Lock()):
                 if (kept := self._kept.get(key)) is None:
+                    import_needed(TO_COMPILE)
+                    from aionn.runtime.asked import Asked
+                    from aionn.runtime.compilation import parts_of
+
                     model = await run_in_thread(_loaded, files, asked.name)
-                    kept = _KeptModel(parts_of(await opened.compile(_request(model, asked, how))), app, size_bytes)
+                    devices, folder, name = asked.devices or None, cache_folder(), asked.name or None
+                    request = Asked(model=model, devices=devices, cache_dir=folder, idle_s=IDLE_S, name=name, required=False, **how)
+                    kept = _KeptModel(parts_of(await request.compile(opened)), app, size_bytes)
                     self._kept[key] = kept
                     self._make_room(app)
         self._kept.move_to_end(key)
@@ -143,6 +152,8 @@ def _checked_file(fd: int) -> os.stat_result:
 
 def _loaded(files: Mapping[str, int], name: str) -> Model:
     """Return the model in these open files. The service opens no other ones, since its rights are not those of the app."""
+    from aionn.runtime.model import model_of_files
+
     where = f"model {name!r}"
     opened, beside = open_model(_path_of(files[""]), where)[0], Beside(where, (), {})
     beside.files.update({location: OpenFile(_path_of(fd), where) for location, fd in files.items() if location})
@@ -162,27 +173,3 @@ def _checked(options: bytes) -> dict[str, Any]:
         if name not in OPTIONS:
             raise CallerError(f"options has {name!r}; expected some of {', '.join(OPTIONS)}")
     return how
-
-
-def _request(model: Model, asked: OpenModel, how: dict[str, Any]) -> Asked:
-    return Asked(
-        model=model,
-        devices=asked.devices or None,
-        preference=how.get("preference", "fast_single_answer"),
-        priority=how.get("priority", "medium"),
-        threads=how.get("threads"),
-        instances=how.get("instances"),
-        cache_dir=cache_folder(),
-        cache_required=False,
-        token=None,
-        mode="eager",
-        stages=None,
-        stage_policy=None,
-        options=None,
-        batch=None,
-        idle_s=IDLE_S,
-        timeout_s=None,
-        name=asked.name or None,
-        required=False,
-        on_event=None,
-    )

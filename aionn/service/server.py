@@ -60,7 +60,7 @@ from aionn.remote.control import ATTACHED, PROTOCOL, ControlError, Refused, Serv
 from aionn.remote.device import RemoteDevice
 from aionn.runtime.open_runtime import OpenRuntime
 from aionn.runtime.processes.devices import Device, serving
-from aionn.runtime.runtime import import_needed
+from aionn.runtime.runtime import TO_OPEN, import_needed
 from aionn.service.drivers import Drivers
 from aionn.service.listening import Listening
 from aionn.service.models import KeptModels
@@ -193,7 +193,7 @@ class Service:
 
     async def serve(self) -> None:
         """Serve apps until `end`, or until the last guest has gone after another service has taken over."""
-        import_needed()
+        import_needed(TO_OPEN)
         await self.tasks.open()
         try:
             self._listen()

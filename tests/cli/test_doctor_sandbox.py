@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from aionn.cli.checks import sandbox
+from aionn.needs import Confinement
 from aionn.sandbox import landlock
-from aionn.sandbox.report import Confinement
 from tests.cli.doctor_runs import ROOT, Clinic
 from tests.leaks import leak_check
 

@@ -363,7 +363,7 @@ async def test_a_cache_that_cannot_be_written_is_reported(fake: FakeDevice, mode
     own: list[Event] = []
     async with aionn.Runtime() as runtime:
         store = CacheStore(tmp_path, max_bytes=0)
-        runtime._opened._stores[str(tmp_path)] = store
+        runtime._opened.stores[str(tmp_path)] = store
         await runtime.compile(model, devices=(fake.name,), cache_dir=tmp_path, on_event=own.append)
     (refused,) = (event for event in own if isinstance(event, CacheRefused))
     assert refused.reason == "too_large"

@@ -560,7 +560,7 @@ async def test_all_who_look_into_directories_that_hang_are_told_when_the_runtime
                     apps.start_soon(compile_in, tmp_path / name)
                 for _ in range(2):
                     await disk.was_asked()
-                stores = list(runtime._opened._stores.values())
+                stores = list(runtime._opened.stores.values())
             with anyio.fail_after(30):
                 while len(told) < 2:
                     await anyio.lowlevel.checkpoint()

@@ -154,7 +154,7 @@ async def test_a_cache_shows_what_it_holds_refuses_and_evicts(fake: FakeDevice, 
         found = find_page(os.getpid())
         assert found is not None
         # One entry fits: a token per compile makes one entry each.
-        runtime._opened._stores[str(tmp_path)] = store = CacheStore(tmp_path, max_bytes=1300)
+        runtime._opened.stores[str(tmp_path)] = store = CacheStore(tmp_path, max_bytes=1300)
         for number in range(3):
             await runtime.compile(model, devices=(fake.name,), cache_dir=tmp_path, token=bytes([number]) * 32)
         assert store.usage.entries == 1

@@ -100,14 +100,14 @@ def test_doctor_looks_at_the_service(folder: Path, monkeypatch: pytest.MonkeyPat
 
 WITHOUT_LIBRARIES = """
 import sys
-sys.modules |= dict.fromkeys(("cyclopts", "rich"))
+sys.modules |= dict.fromkeys(("cyclopts", "rich", "numpy"))
 from aionn.cli import main
 sys.exit(main(["serve", "--socket", sys.argv[1], "--state-dir", sys.argv[2]]))
 """
 
 
-async def test_a_service_needs_no_library_of_the_command_line(folder: Path) -> None:
-    """So a service that runs for months does not hold them."""
+async def test_a_service_needs_no_library_of_the_command_line_and_no_numpy(folder: Path) -> None:
+    """So a service that runs for months does not hold them. Its drivers compute, and apps without a loop have it compile for them."""
     path = folder / "service.sock"
     command = [sys.executable, "-c", WITHOUT_LIBRARIES, str(path), str(folder / "state")]
     with (folder / "log").open("wb") as log, subprocess.Popen(command, stderr=log) as process:  # noqa: ASYNC220 -- it takes no time

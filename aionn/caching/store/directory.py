@@ -40,7 +40,6 @@ from contextlib import ExitStack, contextmanager, suppress
 from typing import Concatenate, ParamSpec, TypeVar
 
 import msgspec
-import numpy as np
 from blake3 import blake3
 
 from aionn.caching.manifest import MAX_MANIFEST_BYTES, Manifest, StoredFile, decode_manifest, file_names
@@ -205,8 +204,7 @@ class Staged(msgspec.Struct, frozen=True):
 def stored_file(fd: int) -> StoredFile:
     """Return length and digest of a file as it is now, whatever the descriptor's offset."""
     hasher = blake3()
-    # A bytearray would be zeroed while this thread keeps every other thread from running.
-    buffer = np.empty(min(_CHUNK_BYTES, max(os.fstat(fd).st_size, 1)), np.uint8).data
+    buffer = memoryview(bytearray(min(_CHUNK_BYTES, max(os.fstat(fd).st_size, 1))))
     at = 0
     while count := os.preadv(fd, [buffer], at):
         hasher.update(buffer[:count])

@@ -9,11 +9,11 @@ from pathlib import Path
 
 from aionn.cgroups import text_of
 from aionn.cli.checks import ROOT, Row, ok, warn
+from aionn.needs import Confinement
 from aionn.runtime.processes.spawning import SANDBOX
 from aionn.sandbox import landlock
 from aionn.sandbox.confining import LEAST_ABI
 from aionn.sandbox.filter import MACHINES, check_available
-from aionn.sandbox.report import Confinement
 
 _PR_GET_MDWE = 66  # linux/prctl.h, Linux 6.3
 

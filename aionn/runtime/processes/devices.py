@@ -24,6 +24,7 @@ from aionn.engines.installed import READERS, Homes, not_installed
 from aionn.errors import AionnError, CallerError, DeviceUnavailableError, DriverDiedError, DriverHungError
 from aionn.hal.options import is_unicode
 from aionn.hal.types import CacheFiles, DeviceType, Priority
+from aionn.needs import Confinement
 from aionn.pages.layout import Activity
 from aionn.remote.device import RemoteDevice
 from aionn.runtime.health import DeviceHealth
@@ -31,7 +32,6 @@ from aionn.runtime.processes.process import DriverProcess, Restarts, end_process
 from aionn.runtime.processes.spawning import EARLY_S, USUAL, WHEN_IDLE, Settings, Spawned
 from aionn.runtime.processes.template import end_unused, leave_template, use_template
 from aionn.runtime.record import STARTING, DriverRecord, Record, about, current
-from aionn.sandbox.report import Confinement
 from aionn.tasks import Tasks, ThreadWork
 
 if TYPE_CHECKING:
