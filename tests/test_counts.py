@@ -45,8 +45,8 @@ MOST: dict[str, tuple[int, int, int]] = {
 # 26 the end of what a client of a service leaves under way, and of drivers of a service that was replaced
 # 13 the cache files that a driver has verified, and does not read again while they stay the same
 # 25 a service that starts without the libraries of the command line
-# 13 what compiles and computes, imported when an open runtime needs it
-MOST_CODE_LINES = 44_942
+# 14 what compiles and computes, imported when an open runtime needs it
+MOST_CODE_LINES = 44_943
 MOST_FILES = 324
 MOST_LINES_OF_C = 5_828
 MOST_NAMES_DEFINED_TWICE = 0

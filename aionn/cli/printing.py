@@ -5,7 +5,6 @@ Rich is imported where a table or a console is made. A command that serves needs
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import re
@@ -103,6 +102,8 @@ def _failed(sentence: str, code: int) -> int:
 
 def print_json(value: Any) -> None:
     """Print one JSON value, indented."""
+    import json
+
     print(json.dumps(value, indent=2))
 
 

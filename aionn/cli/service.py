@@ -16,8 +16,8 @@ import uvloop
 from msgspec.structs import asdict
 
 from aionn.cli.printing import NotDoneError, duration, print_json, print_table, show_warnings, size
-from aionn.driver.beginning import raise_file_limit
 from aionn.errors import AionnError, CallerError
+from aionn.memory.limits import raise_file_limit
 from aionn.remote.attaching import service_path
 from aionn.remote.calls import Evict, HalCall, ReadService, TakeOver
 from aionn.runtime.processes.handed import ServiceLink

@@ -26,6 +26,7 @@ from aionn.caching.private_folder import RecordsFolder, user_state_directory
 from aionn.engines.installed import Homes
 from aionn.engines.needs import is_test_double, needs_of
 from aionn.errors import CallerError
+from aionn.memory.limits import raise_file_limit
 from aionn.needs import Confinement, Needs
 from aionn.sandbox.confining import SandboxError, confine
 
@@ -57,12 +58,6 @@ def bind_to_parent(*, outlives: bool = False) -> None:
     for number in GROUP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
-
-
-def raise_file_limit() -> None:
-    """Allow as many open files as the hard limit does, because each request in flight may bring descriptors."""
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def name_process(name: str) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 
 import blake3
 
-from aionn.cgroups import ROOT, cpu_quota
+from aionn.cgroups import ROOT, Place, cpu_quota
 from aionn.hal.engine import CompileOptions
 from aionn.hal.interfaces import PrepareOptions
 from aionn.hal.types import ExecutionPreference
@@ -34,7 +34,7 @@ _CONTROL = {
 }
 
 
-def usable_cpus(root: Path = ROOT) -> int:
+def usable_cpus(root: Place = ROOT) -> int:
     """Return how many CPUs this process may use at once: its affinity, cut by the quotas of its cgroups."""
     cpus, quota = len(os.sched_getaffinity(0)), cpu_quota(root)
     return cpus if quota is None else min(cpus, math.ceil(quota.cpus))

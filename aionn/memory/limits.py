@@ -27,16 +27,17 @@ import functools
 import resource
 import threading
 from collections.abc import Iterator
-from pathlib import Path
+from os import fspath
+from os.path import join
 from time import monotonic_ns
 
 import msgspec
 
 from aionn import cgroups
+from aionn.cgroups import ROOT, Place
 from aionn.errors import MemoryAllocationError
 
 NO_DESCRIPTOR_LEFT = (errno.EMFILE, errno.ENFILE)
-_ROOT = Path("/")
 
 REMEMBERED_S = 0.1
 """How long a reading serves. Other processes of the container reserve memory, too."""
@@ -51,25 +52,25 @@ class Limit(msgspec.Struct, frozen=True):
     available_bytes: int
 
 
-def limits(root: Path = _ROOT) -> Iterator[Limit]:
+def limits(root: Place = ROOT) -> Iterator[Limit]:
     """Yield every limit that is set for this process. A file that cannot be read is left out."""
     yield from _resource_limits(root)
     yield from _shared_limits(root)
 
 
-def tightest(root: Path = _ROOT) -> Limit | None:
+def tightest(root: Place = ROOT) -> Limit | None:
     """Return the limit that leaves least, or None if no limit can be read."""
     return min(limits(root), key=_available, default=None)
 
 
-def require(needed_bytes: int, root: Path = _ROOT) -> None:
+def require(needed_bytes: int, root: Place = ROOT) -> None:
     """Check that every known limit leaves that much now.
 
     Raises:
         MemoryAllocationError: a limit leaves less. The error names both sizes and the limit.
     """
     found = list(_resource_limits(root))
-    reading = _readings(root)
+    reading = _readings(fspath(root))
     if not reading.spend(needed_bytes):
         shared = list(_shared_limits(root))
         reading.renew(min(map(_available, shared), default=2**63) - needed_bytes)
@@ -108,7 +109,7 @@ class _Reading:
 
 
 @functools.lru_cache(maxsize=4)
-def _readings(root: Path) -> _Reading:
+def _readings(root: str) -> _Reading:
     return _Reading()
 
 
@@ -135,29 +136,29 @@ def allocation_error(needed_bytes: int, error: OSError, what: str = "") -> Memor
     )
 
 
-def _resource_limits(root: Path) -> Iterator[Limit]:
+def _resource_limits(root: Place) -> Iterator[Limit]:
     file_bytes = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     if file_bytes != resource.RLIM_INFINITY:
         yield Limit("RLIMIT_FSIZE of the process", file_bytes)
     address_bytes = resource.getrlimit(resource.RLIMIT_AS)[0]
     if address_bytes != resource.RLIM_INFINITY:
-        for line in _lines(root / "proc/self/statm"):
+        for line in _lines(join(root, "proc/self/statm")):
             used_bytes = int(line.split()[0]) * resource.getpagesize()
             yield Limit("RLIMIT_AS of the process", max(0, address_bytes - used_bytes))
 
 
-def _shared_limits(root: Path) -> Iterator[Limit]:
+def _shared_limits(root: Place) -> Iterator[Limit]:
     """Yield the limits that this process shares with others: of its cgroup, of those above it that it can see, and of the machine."""
     for folder in cgroups.folders("memory", root):
         limit_file, usage_file, prefix = _FILES[folder.unified]
-        limit_bytes = _number(folder.path / limit_file)
+        limit_bytes = _number(join(folder.path, limit_file))
         # v1 writes "no limit" as the largest number of whole pages, and no machine has 2^60 bytes.
-        if limit_bytes is None or limit_bytes >= 2**60 or (usage_bytes := _number(folder.path / usage_file)) is None:
+        if limit_bytes is None or limit_bytes >= 2**60 or (usage_bytes := _number(join(folder.path, usage_file))) is None:
             continue
-        counts = {words[0]: int(words[1]) for line in _lines(folder.path / "memory.stat") if len(words := line.split()) == 2}
+        counts = {words[0]: int(words[1]) for line in _lines(join(folder.path, "memory.stat")) if len(words := line.split()) == 2}
         reclaimable = counts.get(f"{prefix}inactive_file", 0) + counts.get(f"{prefix}active_file", 0) // 2
         yield Limit(f"{limit_file} of cgroup {folder.name}", max(0, limit_bytes - usage_bytes + min(reclaimable, usage_bytes)))
-    for line in _lines(root / "proc/meminfo"):
+    for line in _lines(join(root, "proc/meminfo")):
         if line.startswith("MemAvailable:"):
             yield Limit("MemAvailable of the machine", int(line.split()[1]) * 1024)
             return
@@ -167,11 +168,17 @@ _FILES = {True: ("memory.max", "memory.current", ""), False: ("memory.limit_in_b
 """By whether the cgroup is of version 2: the file of the limit, that of the use, and what stands before the names in memory.stat."""
 
 
-def _number(path: Path) -> int | None:
+def _number(path: Place) -> int | None:
     """Return the number in a file, or None if the file is missing or says "max"."""
     text = cgroups.text_of(path).strip()
     return int(text) if text.isdecimal() else None
 
 
-def _lines(path: Path) -> list[str]:
+def _lines(path: Place) -> list[str]:
     return cgroups.text_of(path).splitlines()
+
+
+def raise_file_limit() -> None:
+    """Allow as many open files as the hard limit does, because each request in flight may bring descriptors."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -19,15 +19,12 @@ import os
 import stat
 from collections import OrderedDict
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import msgspec
 
 from aionn.errors import CallerError, DriverDiedError, QuotaError
-from aionn.file_ranges import Identity
-from aionn.graph.files import Beside, OpenFile, open_model
 from aionn.hal.types import ErrorStatus
 from aionn.remote.calls import OpenModel
 from aionn.remote.device import RemotePreparedModel
@@ -102,16 +99,17 @@ class KeptModels:
                 used=0,
             )
         how = _checked(asked.options)
+        import_needed(TO_COMPILE)
+        from aionn.file_ranges import Identity
+        from aionn.runtime.asked import Asked
+        from aionn.runtime.compilation import parts_of
+
         which = tuple((name, Identity.of(status)) for name, status in zip(files, found, strict=True))
         key = (opened, which, asked.devices, tuple(sorted(how.items())))
         if (kept := self._kept.get(key)) is None:
             turns = self._turns.setdefault(app, asyncio.Semaphore(MOST_AT_ONCE))
             async with turns, self._locks.setdefault(key, asyncio.Lock()):
                 if (kept := self._kept.get(key)) is None:
-                    import_needed(TO_COMPILE)
-                    from aionn.runtime.asked import Asked
-                    from aionn.runtime.compilation import parts_of
-
                     model = await run_in_thread(_loaded, files, asked.name)
                     devices, folder, name = asked.devices or None, cache_folder(), asked.name or None
                     request = Asked(model=model, devices=devices, cache_dir=folder, idle_s=IDLE_S, name=name, required=False, **how)
@@ -152,16 +150,16 @@ def _checked_file(fd: int) -> os.stat_result:
 
 def _loaded(files: Mapping[str, int], name: str) -> Model:
     """Return the model in these open files. The service opens no other ones, since its rights are not those of the app."""
+    from pathlib import Path
+
+    from aionn.graph.files import Beside, OpenFile, open_model
     from aionn.runtime.model import model_of_files
 
     where = f"model {name!r}"
-    opened, beside = open_model(_path_of(files[""]), where)[0], Beside(where, (), {})
-    beside.files.update({location: OpenFile(_path_of(fd), where) for location, fd in files.items() if location})
+    paths, beside = {location: Path(f"/proc/self/fd/{fd}") for location, fd in files.items()}, Beside(where, (), {})
+    opened = open_model(paths.pop(""), where)[0]
+    beside.files.update({location: OpenFile(path, where) for location, path in paths.items()})
     return model_of_files(opened, beside)
-
-
-def _path_of(fd: int) -> Path:
-    return Path(f"/proc/self/fd/{fd}")
 
 
 def _checked(options: bytes) -> dict[str, Any]:

@@ -15,13 +15,13 @@ Times are CLOCK_MONOTONIC, which all processes of a machine share. So the spans 
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -225,7 +225,7 @@ class Recording:
         """Return the sum of one counter."""
         return sum(event.value for event in self.counters if event.name == counter)
 
-    def write_chrome(self, path: str | Path) -> None:
+    def write_chrome(self, path: str | os.PathLike[str]) -> None:
         """Write a file in the Trace Event Format, which Perfetto and chrome://tracing open. It is compressed if `path` ends in ".gz".
 
         It takes about 1 s for each 50,000 frames. In an app that must not stall, call it with `asyncio.to_thread`.

@@ -27,7 +27,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 from aionn.trace.events import Counter, FrameTimes, Recorded, Span
@@ -41,7 +40,7 @@ SHORT_NS = 1000
 _LABELS = ("runtime", "model", "burst", "device", "stage")
 
 
-def write(path: str | Path, recorded: Recorded) -> None:
+def write(path: str | os.PathLike[str], recorded: Recorded) -> None:
     """Write a file, compressed if its name ends in ".gz". Of several processes that write the same file, the last one's stays, whole.
 
     Raises:

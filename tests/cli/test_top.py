@@ -222,7 +222,7 @@ def test_the_pid_of_a_driver_is_answered_with_that_of_its_app(app: subprocess.Po
 
 AS_NOBODY = """
 import os, sys
-import aionn.cli.top, aionn.cli.commands, encodings.idna, rich.cells, rich._unicode_data
+import json, aionn.cli.top, aionn.cli.commands, encodings.idna, rich.cells, rich._unicode_data
 from aionn.cli import main
 sys.stderr.write("")
 os.setgroups([]); os.setgid(65534); os.setuid(65534)  # Python itself may lie where nobody can read, so all is imported before

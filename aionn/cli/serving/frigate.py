@@ -11,8 +11,8 @@ from typing import Any
 import aionn
 from aionn.cli.printing import NotDoneError, UsageError, say
 from aionn.cli.serving.listening import until_sigterm
-from aionn.driver.beginning import raise_file_limit
 from aionn.errors import AionnError
+from aionn.memory.limits import raise_file_limit
 from aionn.service.listening import Listening, listen
 from aionn.service.models import cache_folder
 

@@ -17,8 +17,8 @@ import anyio
 
 from aionn.cli.printing import NotDoneError, UsageError, say, url_of
 from aionn.cli.serving.listening import tcp_socket
-from aionn.driver.beginning import raise_file_limit
 from aionn.errors import AionnError
+from aionn.memory.limits import raise_file_limit
 
 try:
     import uvicorn

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import aionn
 from aionn.cli.printing import UsageError, say, show_warnings, url_of
 from aionn.cli.serving.listening import tcp_socket, until_sigterm
-from aionn.driver.beginning import raise_file_limit
+from aionn.memory.limits import raise_file_limit
 from aionn.service.listening import listen
 
 try:
