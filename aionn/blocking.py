@@ -27,7 +27,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from aionn.errors import AionnError, CallerError, DeadlineError, DeviceUnavailableError, ServiceDiedError, again
-from aionn.fmq.thread_waits import ThreadWaits, completed
+from aionn.fmq import completed
+from aionn.fmq.thread_waits import ThreadWaits
 from aionn.hal.model import PooledModel
 from aionn.hal.values import from_messages
 from aionn.loopless import checked_name, deadline_of, seconds_until

@@ -31,7 +31,7 @@ MOST: dict[str, tuple[int, int, int]] = {
 }
 # 370 of them are the template of drivers, 767 bursts for threads without a loop and further clients, 1,150 the joining of requests,
 # 165 (and 192 of C) the chains that wait in a driver,
-# 15 the frames of a blocking burst, 12 that a step of a thread and a swap see each other,
+# 15 the frames of a blocking burst, 18 of C the coroutine of a blocking call, 12 that a step of a thread and a swap see each other,
 # 59 of C what the handlers of signals raise, 50 the claim of a request that its caller may leave, 15 that its place is free then,
 # 1,110 the service of all apps (it may have 2,500)
 # 24 the extra `cli`, completion, names of models in `cache ls`,
@@ -46,9 +46,9 @@ MOST: dict[str, tuple[int, int, int]] = {
 # 13 the cache files that a driver has verified, and does not read again while they stay the same
 # 25 a service that starts without the libraries of the command line
 # 14 what compiles and computes, imported when an open runtime needs it
-MOST_CODE_LINES = 44_935
+MOST_CODE_LINES = 44_931
 MOST_FILES = 324
-MOST_LINES_OF_C = 5_828
+MOST_LINES_OF_C = 5_846
 MOST_NAMES_DEFINED_TWICE = 0
 MOST_VERBS_FOR_AN_END = 6
 

@@ -10,7 +10,7 @@ The design on one page
         `_module.c`      makes the types from the tables of the others
         `_ring.c`        the life of a `Ring`: its buffers, its end, whether a call may use it (ring_object.h)
         `_transfer.c`    elements in and out
-        `_waiting.c`     sleeping and waking
+        `_waiting.c`     sleeping and waking; coroutines that run to their end in a thread without a loop
         `_exchange.c`    what `Caller` and `Listener` share: exchange.h for Python (exchange_object.h)
         `_flight.c`      the app's requests in flight: sent in order, watched, settled (caller_object.h)
         `_request.c`     sending one of them
@@ -33,7 +33,7 @@ the proof, and a model checker runs it in tests/fmq/test_weak_memory.py. tests/f
 What exists for parity with the reference: the unsynchronized flavour, libfmq's layout, and waiting by futex.
 """
 
-from aionn.fmq._ring import LONGEST_KNOWN, SOON, Caller, Lane, Lanes, Listener
+from aionn.fmq._ring import LONGEST_KNOWN, SOON, Caller, Lane, Lanes, Listener, completed
 from aionn.fmq.event_flag import EventFlag
 from aionn.fmq.layout import NOT_EMPTY, NOT_FULL
 from aionn.fmq.message_queue import MessageQueue
@@ -55,4 +55,5 @@ __all__ = [
     "MessageQueue",
     "QueueClosedError",
     "QueueCorruptedError",
+    "completed",
 ]

@@ -90,7 +90,7 @@ static int module_clear(PyObject *module)
     return 0;
 }
 
-static PyMethodDef module_methods[] = {{"wait_for", FAST(ring_wait_for)}, {NULL, NULL, 0, NULL}};
+static PyMethodDef module_methods[] = {{"wait_for", FAST(ring_wait_for)}, {"completed", ring_completed, METH_O, NULL}, {NULL, NULL, 0, NULL}};
 static PyModuleDef_Slot module_slots[] = {{Py_mod_exec, module_exec}, {0, NULL}};
 static struct PyModuleDef ring_module = {
     PyModuleDef_HEAD_INIT,

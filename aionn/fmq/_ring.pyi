@@ -4,11 +4,13 @@ Every method of `Ring` raises through the subclass's `_raise_refusal(code)`, for
 """
 
 from asyncio import Future
-from collections.abc import Callable, Mapping
-from typing import Any, SupportsIndex, TypeAlias
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any, SupportsIndex, TypeAlias, TypeVar
 
 from numpy.typing import NDArray
 from typing_extensions import Buffer
+
+T = TypeVar("T")
 
 Data: TypeAlias = Buffer | NDArray[Any]
 """Contiguous bytes. Arrays are named apart, because NumPy declares them as buffers only from Python 3.12 on."""
@@ -26,6 +28,12 @@ def wait_for(fd: int, until_ns: int, /) -> None:
     """Sleep without the GIL until a descriptor can be read, or until that time in CLOCK_MONOTONIC. 0 means no end.
 
     A signal runs its Python handlers in the main thread. Their exceptions are raised here, and otherwise the sleep goes on.
+    """
+
+def completed(work: Coroutine[Any, Any, T], /) -> T:
+    """Run a coroutine that waits for nothing, or whose waits are those of a `ThreadWaits`, and return its result.
+
+    A bare yield is for other tasks, which only a loop has. Any other yield waits for a loop, and is a `RuntimeError`.
     """
 
 class Ring:

@@ -195,6 +195,23 @@ PyObject *ring_wait_for(PyObject *Py_UNUSED(module), PyObject *const *args, Py_s
     }
 }
 
+/* completed(work). In Python each call would cost a StopIteration. */
+PyObject *ring_completed(PyObject *Py_UNUSED(module), PyObject *work)
+{
+    PyObject *given;
+    PySendResult sent;
+    while ((sent = PyIter_Send(work, Py_None, &given)) == PYGEN_NEXT && given == Py_None)
+        Py_DECREF(given);
+    if (sent != PYGEN_NEXT)
+        return given;
+    Py_DECREF(given);
+    PyObject *closed = PyObject_CallMethod(work, "close", NULL);
+    if (closed)
+        PyErr_SetString(PyExc_RuntimeError, "a call of a blocking face waits for an event loop; please report this as a bug of aionn");
+    Py_XDECREF(closed);
+    return NULL;
+}
+
 PyMethodDef ring_waiting_methods[] = {
     {"arm_reader", FAST(ring_arm_reader)},
     {"arm_writer", FAST(ring_arm_writer)},

@@ -56,6 +56,7 @@ int ring_init(PyObject *self, PyObject *args, PyObject *kwargs);
 void ring_dealloc(PyObject *self);
 
 /* ---- tables, each ended by a row of zeros; the methods are documented in _ring.pyi ---- */
+PyObject *ring_completed(PyObject *module, PyObject *work);
 PyObject *ring_wait_for(PyObject *module, PyObject *const *args, Py_ssize_t given); /* of the module */
 extern PyMethodDef ring_life_methods[], ring_transfer_methods[], ring_waiting_methods[];
 extern PyType_Spec caller_spec, listener_spec, lanes_spec, lane_spec;

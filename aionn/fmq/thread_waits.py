@@ -21,7 +21,7 @@ import select
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Callable, Generator
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
@@ -228,15 +228,3 @@ class ThreadWaits:
 
 Loop: TypeAlias = "asyncio.AbstractEventLoop | ThreadWaits"
 """What an object waits by."""
-
-
-def completed(work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine whose waits are those of a `ThreadWaits`, and return its result."""
-    try:
-        while work.send(None) is None:  # a bare yield is for other tasks, which only a loop has
-            pass
-    except StopIteration as end:
-        result: T = end.value
-        return result
-    work.close()
-    raise RuntimeError("a call of a blocking face waits for an event loop; please report this as a bug of aionn")

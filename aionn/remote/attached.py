@@ -20,7 +20,8 @@ from functools import partial
 from typing import Any
 
 from aionn.errors import AionnError, CallerError, DeadlineError, DriverDiedError, ExecutionError, again
-from aionn.fmq.thread_waits import ThreadWaits, Timer, completed
+from aionn.fmq import completed
+from aionn.fmq.thread_waits import ThreadWaits, Timer
 from aionn.hal.types import ErrorStatus
 from aionn.hal.values import as_messages
 from aionn.loopless import is_readable, leave_in_child, seconds_until

@@ -26,7 +26,7 @@ import msgspec
 
 from aionn.errors import AionnError, CallerError, DeviceUnavailableError, DriverDiedError, DriverHungError, again
 from aionn.events import DriverEnded, DriverHung, DriverStarted
-from aionn.fmq.thread_waits import completed
+from aionn.fmq import completed
 from aionn.hal.types import DeviceType
 from aionn.pages.app_page import traced_until_ns
 from aionn.pages.layout import Activity, LayoutError

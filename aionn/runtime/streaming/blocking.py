@@ -19,12 +19,14 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from time import monotonic_ns
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from aionn import trace
 from aionn.errors import AionnError, CallerError, DriverDiedError, again
-from aionn.fmq.thread_waits import ThreadWaits, completed
+from aionn.fmq import completed
+from aionn.fmq.thread_waits import ThreadWaits
 from aionn.hal.types import Operand
 from aionn.remote.attached import AttachedDriver, ModelGoneError
 from aionn.remote.device import RemotePreparedModel
@@ -132,7 +134,7 @@ class BlockingConnection(OwnerOfDrivers):
                     raise CallerError(_BUSY)
                 other.wait(_TIDYING_S)  # and look again, because a signal may keep that thread from saying that it has left
             waits = self._waits
-            if waits.calls or waits.timers:
+            if waits.calls or (waits.timers and waits.timers[0][0] <= monotonic_ns()):
                 waits.turn()
             return completed(work)
         except AionnError:
