@@ -138,8 +138,7 @@ class Detectors:
         Raises:
             AionnError: it cannot be prepared, or does not run.
         """
-        model = await self._runtime.load(path)
-        self.fixed = await self._prepared(model, os.path.basename(path))
+        self.fixed = await self._prepared(await self._runtime.load(path), os.path.basename(path))
 
     async def receive(self, name: str, data: memoryview) -> Detector:
         """Serve a model that a client has sent.

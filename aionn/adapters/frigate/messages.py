@@ -12,7 +12,7 @@ A tensor that cannot be computed has no answer: the protocol has none for it, an
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import msgspec
@@ -61,7 +61,7 @@ def parsed(frames: Sequence[memoryview]) -> tuple[Header, memoryview | None]:
     return header, frames[2] if len(frames) == 3 else None
 
 
-def tensor_of(header: Header, data: memoryview | None, types: Sequence[str]) -> tuple[NDArray[Any], int, int]:
+def tensor_of(header: Header, data: memoryview | None, types: Collection[str]) -> tuple[NDArray[Any], int, int]:
     """Return the tensor of a request as a view of its bytes, and the picture's width and height in pixels.
 
     Raises:
@@ -80,8 +80,7 @@ def tensor_of(header: Header, data: memoryview | None, types: Sequence[str]) -> 
             "expected 4 extents from 1 on that give this number of bytes"
         )
     tensor = np.frombuffer(data, dtype).reshape(header.shape)
-    channels_first = header.shape[1] <= 4 < header.shape[3]
-    height, width = header.shape[2:] if channels_first else header.shape[1:3]
+    height, width = header.shape[2:] if header.shape[1] <= 4 < header.shape[3] else header.shape[1:3]  # channels first, or last
     return tensor, width, height
 
 
