@@ -25,6 +25,8 @@ import hypothesis
 import pytest
 
 os.environ.setdefault("AIONN_REQUIRE_MODELS", "1")
+# Idle threads of NumPy's BLAS would spin for 40 ms after each import, in each of some thousand processes. (2^4 is OpenBLAS's least.)
+os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # the tests' own use of ONNX Runtime leaves no files either
 # Where drivers find the engines of tests. It is the same for all tests, since a template serves drivers of one environment only.
 os.environ["PYTHONPATH"] = os.pathsep.join(
