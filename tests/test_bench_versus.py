@@ -11,7 +11,7 @@ import pytest
 from tests.bench import versus, versus_pages
 from tests.bench.starts_processes import WorkerError
 from tests.bench.versus import TASKS, Figures, Task, run
-from tests.bench.versus_pages import FIGURES, PAGES, PICTURES, ROWS, filled, interval, lost_part, outside, picture, size
+from tests.bench.versus_pages import FIGURES, PAGES, PICTURES, ROWS, filled, following, interval, lost_part, outside, picture, size
 from tests.leaks import left_running
 
 WRITE = "write pages and pictures with `python -m tests.bench versus --write`"
@@ -57,6 +57,20 @@ def test_a_ratio_outside_of_its_interval_is_named() -> None:
     assert first == "A frame of Silero VAD, one stream: aionn / direct is 4.00, and was 2.00 (1.90 to 2.10)"
     assert last == "0 of 11 ratios lie within the interval that the page states"
     assert len(outside(run_with(100.0), run_with(200.0))) == 12
+
+
+def test_earlier_runs_count_for_the_intervals_and_four_runs_are_kept() -> None:
+    def run_with(one: float) -> dict[str, Any]:
+        return {"date": f"day {one}", "rows": {row.name: {versus_pages.ours(row): [200.0], "direct": [one]} for row in ROWS}}
+
+    kept = following(run_with(100.0), run_with(50.0))
+    assert len(outside(kept, run_with(60.0))) == 1, "3.33 lies between 2 and 4"
+    assert len(outside(run_with(100.0), run_with(60.0))) == 12
+    assert outside(kept, run_with(40.0))[0].endswith("is 5.00, and was 2.00 (1.90 to 4.20)")
+    for one in (60.0, 70.0, 80.0):
+        kept = following(run_with(one), kept)
+    assert [run["date"] for run in (kept, *kept["before"])] == ["day 80.0", "day 70.0", "day 60.0", "day 100.0"]
+    assert not any("before" in run for run in kept["before"])
 
 
 def test_a_figure_has_the_unit_that_fits() -> None:

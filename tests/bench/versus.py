@@ -7,7 +7,8 @@
 
 A way to run a model is a section of `tests.bench.versus_contenders`. Each figure is of a fresh process, which is alone on the machine: ways
 take turns within a round, and each round begins with another way. A ratio is that of two figures of one round. Its median over the
-rounds is shown, with the interval in which that of another run is expected.
+rounds is shown, with the interval in which that of another run is expected. The runs before are kept with the figures, and count for the
+interval, because ratios differ between machines.
 
 Ways that need ten seconds to start and to end take part in every other round. A way whose package is not installed is left out.
 """
@@ -251,6 +252,8 @@ def main(argv: list[str]) -> None:
         print(machine_line(machine()), flush=True)
         found = measure(options.rounds, ways, lambda line: print(line, flush=True))
         print(f"{found['seconds']} s; other processes used {found['others']:.0%} of the CPUs meanwhile")
+        if options.json == versus_pages.FIGURES:
+            found = versus_pages.following(found, json.loads(versus_pages.FIGURES.read_text(encoding="utf-8")))
         options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     figures = json.loads(options.json.read_text(encoding="utf-8"))
     print(versus_pages.table(figures))

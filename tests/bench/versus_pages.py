@@ -97,6 +97,9 @@ def digits(number: float) -> str:
     return f"{number:.0f}" if number >= 100 else f"{number:.1f}" if number >= 10 else f"{number:.2f}"
 
 
+MOST_RUNS = 4
+"""So many runs are kept, with the new one."""
+
 LEAST_SPREAD = 1.05
 """An interval reaches at least by this factor to both sides: a machine is never the same again."""
 
@@ -105,16 +108,34 @@ def interval(found: list[float]) -> tuple[float, float]:
     """Return where the median ratio of another run is expected.
 
     It reaches from the least to the greatest of the rounds, and half as far again to both sides. With five rounds and normal logarithms,
-    99 of 100 medians lie in it.
+    99 of 100 medians of the same machine lie in it.
     """
     low, middle, high = min(found), statistics.median(found), max(found)
     beyond = math.sqrt(high / low)
     return min(low / beyond, middle / LEAST_SPREAD), max(high * beyond, middle * LEAST_SPREAD)
 
 
-def ratio_text(found: list[float]) -> str:
-    low, high = interval(found)
-    return f"{digits(statistics.median(found))} ({digits(low)} to {digits(high)})"
+def runs(found: Found) -> list[Found]:
+    """Return a run and those before it, which are kept with it. They may be of other machines, whose ratios differ."""
+    return [found, *found.get("before", ())]
+
+
+def following(found: dict[str, Any], kept: Found) -> dict[str, Any]:
+    """Return a run with the ones that are kept as those before it."""
+    return {**found, "before": [{name: run[name] for name in run if name != "before"} for run in runs(kept)][: MOST_RUNS - 1]}
+
+
+def expected(found: Found, row: Row, way: str) -> tuple[float, float]:
+    """Return the interval that holds those of all runs that are kept."""
+    pairs = [pairs for run in runs(found) if (pairs := ratios(run["rows"].get(row.name, {}), ours(row), way))]
+    lows, highs = zip(*map(interval, pairs), strict=True)
+    return min(lows), max(highs)
+
+
+def ratio_text(found: Found, row: Row, way: str) -> str:
+    """Return the median ratio of a run, with the interval in which that of another run is expected."""
+    low, high = expected(found, row, way)
+    return f"{digits(statistics.median(ratios(found['rows'][row.name], ours(row), way)))} ({digits(low)} to {digits(high)})"
 
 
 def outside(kept: Found, again: Found) -> list[str]:
@@ -126,9 +147,9 @@ def outside(kept: Found, again: Found) -> list[str]:
             if way == ours(row) or not pairs or not others:
                 continue
             count += 1
-            (low, high), ratio = interval(pairs), statistics.median(others)
+            (low, high), ratio = expected(kept, row, way), statistics.median(others)
             if not low <= ratio <= high:
-                lines.append(f"{row.title}: aionn / {way} is {digits(ratio)}, and was {ratio_text(pairs)}")
+                lines.append(f"{row.title}: aionn / {way} is {digits(ratio)}, and was {ratio_text(kept, row, way)}")
     return [*lines, f"{count - len(lines)} of {count} ratios lie within the interval that the page states"]
 
 
@@ -144,7 +165,7 @@ def table(found: Found) -> str:
         lines.append(f"\n{row.title}: {row.condition}")
         for way, figures in sorted_lanes(lanes):
             pairs = ratios(lanes, ours(row), way) if ours(row) in lanes and way != ours(row) else []
-            ratio = f"aionn / it {ratio_text(pairs)}" if pairs else ""
+            ratio = f"aionn / it {ratio_text(found, row, way)}" if pairs else ""
             lines.append(f"  {way:28} {size(statistics.median(figures), row.unit):>9}   {ratio}")
     return "\n".join(lines)
 
@@ -162,7 +183,9 @@ def machine_part(found: Found) -> str:
     if found["others"] > MOST_BUSY:
         others += f" **No figure can be trusted where that is more than {MOST_BUSY:.0%}: repeat it on a quiet machine.**"
     took = f"Measured on {found['date']} in {found['seconds'] / 60:.0f} minutes and {found['rounds']} rounds."
-    return f"{took} {others}\n\n```text\n{machine}\n{versions}\n```"
+    text = f"{took} {others}\n\n```text\n{machine}\n{versions}\n```"
+    earlier = [f"{run['date']}  {machine_line(run['machine']).splitlines()[0]}" for run in runs(found)[1:]]
+    return "\n".join([text, "\nThe intervals of the ratios count earlier runs, too:\n", "```text", *earlier, "```"]) if earlier else text
 
 
 def row_part(row: Row, found: Found) -> str:
@@ -177,7 +200,7 @@ def row_part(row: Row, found: Found) -> str:
     for way, figures in sorted_lanes(lanes):
         spread = f"{size(min(figures), row.unit)} to {size(max(figures), row.unit)}"
         name = f"**{way}**" if way == mine else f"[{way}](#{anchor(way)})" if way in sections() else way
-        ratio = "" if way == mine else ratio_text(ratios(lanes, mine, way))
+        ratio = "" if way == mine or not known(lanes[mine]) else ratio_text(found, row, way)
         lines.append(f"| {name} | {size(statistics.median(figures), row.unit)} | {spread} | {ratio} |")
     silent = [way for way, figures in lanes.items() if not known(figures)]
     if silent:
@@ -186,15 +209,14 @@ def row_part(row: Row, found: Found) -> str:
 
 
 def lost_part(found: Found) -> str:
-    """Return the rows in which another way was better in each round."""
+    """Return the rows in which another way was better in each round of a run that is kept."""
     lines = ["| row | better than aionn in each round: aionn divided by it |", "|---|---|"]
     for row in ROWS:
-        lanes = found["rows"][row.name]
-        mine = ours(row)
         better = []
-        for way, figures in sorted_lanes(lanes):
-            if way != mine and known(figures) and min(pairs := ratios(lanes, mine, way)) > 1:  # type: ignore[arg-type]
-                better.append(f"{way} {ratio_text(pairs)}")
+        for way, _ in sorted_lanes(found["rows"][row.name]):
+            of_runs = [ratios(run["rows"].get(row.name, {}), ours(row), way) for run in runs(found)]
+            if way != ours(row) and any(pairs and min(pairs) > 1 for pairs in of_runs) and of_runs[0]:
+                better.append(f"{way} {ratio_text(found, row, way)}")
         if better:
             lines.append(f"| {row.title} | {', '.join(better)} |")
     return "\n".join(lines)
