@@ -170,7 +170,7 @@ class AionnVADAnalyzer(VADAnalyzer):
         try:
             if self._closed.is_set():
                 burst.close()
-            return burst.__enter__()
+            return burst.open()
         except BaseException:
             self._burst = None
             raise

@@ -73,8 +73,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
         Raises: as `Runtime.compile`.
         """
         session, request = opened.session, self._request(opened)
-        devices = session.devices
-        first = next(iter(devices.installed if request.candidates is None else request.candidates), "")
+        first = next(iter(opened.devices.installed if request.candidates is None else request.candidates), "")
         progress = None if self.mode == "jit" else Progress(request.record, first, cause="first")
         about = trace.about(model=request.record.name)
         deadline_ns = request.options.deadline_ns
@@ -84,12 +83,12 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
             with nullcontext() if deadline_ns is None else anyio.move_on_after(seconds_until(deadline_ns)):
                 request = await self._completed(request, opened)
                 if progress is None:
-                    await read(devices, request.model)  # the first execution is laid out before it is compiled
+                    await read(opened.devices, request.model)  # the first execution is laid out before it is compiled
                     parts = CompilationParts(session, request)
                 elif self.mode == "staged":
                     parts = await _staged(session, request, self.stage_policy, progress)
                 else:
-                    found = check_kept(request, await prepare_on_best(devices, request))
+                    found = check_kept(request, await prepare_on_best(opened.devices, request))
                     progress.outcomes = found[1]
                     parts = CompilationParts(session, request, found)
             if parts is None:
@@ -100,9 +99,8 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
 
     async def _completed(self, request: CompileRequest, opened: OpenRuntime) -> CompileRequest:
         """Return what is asked for with engine options and cache, for which files are read."""
-        devices = opened.devices
         if self.options is not None:
-            request = replace(request, options=await with_options(devices, request.options, self.options, request.candidates))
+            request = replace(request, options=await with_options(opened.devices, request.options, self.options, request.candidates))
         if self.cache_dir is None:
             return request
         token = self.token
@@ -112,8 +110,8 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
             raise CallerError(request.unkept(fault))
         if token is None:
             if not known_token(request.model):
-                current.get().enter(next(iter(request.candidates or devices.installed), ""), READING)
-            token = await digested(devices, request.model)
+                current.get().enter(next(iter(request.candidates or opened.devices.installed), ""), READING)
+            token = await digested(opened.devices, request.model)
         return replace(request, cache=replace(cache, token=token))
 
     def _request(self, opened: OpenRuntime) -> CompileRequest:

@@ -210,7 +210,7 @@ async def test_a_death_that_the_runtime_has_not_seen_yet_ends_no_second_call(ope
     """The runtime's loop is busy while the driver dies. The thread's call ends after it has run, with its reason."""
     async with leak_check(), aionn.Runtime() as runtime:
         compilation = await compiled(runtime, fake)
-        burst = await opened(compilation) if opened_by == "a thread" else compilation.blocking().__enter__()
+        burst = await opened(compilation) if opened_by == "a thread" else compilation.blocking().open()
         await in_thread(right, burst, 1)
         fake.hang()
         call = Caller(burst.compute, of(2))
@@ -235,7 +235,7 @@ async def test_a_driver_that_died_before_it_was_reached_costs_no_try(
     monkeypatch.setattr(attached, "DYING_S", 0.0)
     async with leak_check(), aionn.Runtime() as runtime:
         compilation = await compiled(runtime, fake)
-        burst = await opened(compilation) if opened_by == "a thread" else compilation.blocking().__enter__()
+        burst = await opened(compilation) if opened_by == "a thread" else compilation.blocking().open()
         await in_thread(right, burst, 1)
         tried, asked, ask, reach = [], threading.Event(), RuntimeLoop.__call__, RuntimeConnection.reach
 
@@ -276,7 +276,7 @@ async def test_a_burst_opens_after_its_driver_has_died(fake: FakeDevice) -> None
         os.kill(pid, signal.SIGKILL)
         assert wait_for_end(pid, 20)
         with pytest.raises(aionn.CallerError, match="needs the runtime's event loop, to start a driver"):
-            compilation.blocking().__enter__()
+            compilation.blocking().open()
         burst = await opened(compilation)
         await in_thread(right, burst, 1)
         burst.close()
@@ -419,7 +419,7 @@ async def test_closing_what_it_belongs_to_ends_the_call(what: str, fake: FakeDev
         assert "closed" in str(error)
         fake.behave()
         assert isinstance(await in_thread(outcome, burst.compute, of(2)), aionn.CallerError)
-        assert isinstance(await in_thread(outcome, compilation.blocking().__enter__), aionn.CallerError)
+        assert isinstance(await in_thread(outcome, compilation.blocking().open), aionn.CallerError)
 
 
 async def test_the_thread_of_the_loop_may_call_as_long_as_the_loop_is_not_needed(fake: FakeDevice) -> None:
@@ -654,7 +654,7 @@ def test_a_signal_after_any_call_of_a_step_leaves_the_burst_usable(fake: FakeDev
             assert after > 3
         after = 1
         while True:
-            burst = compilation.blocking().__enter__()
+            burst = compilation.blocking().open()
             right(burst, after)
             if not interrupted(after, burst.close):
                 break
@@ -838,7 +838,7 @@ def test_a_signal_that_another_thread_gets_ends_a_call(fake: FakeDevice) -> None
 
 def test_a_handler_of_a_signal_runs_while_a_call_waits_and_may_close_the_burst(fake: FakeDevice) -> None:
     with in_the_main_thread(fake) as (portal, compilation):
-        burst = compilation.blocking().__enter__()
+        burst = compilation.blocking().open()
         fake.hang()
         refused: list[Any] = []
 

@@ -207,7 +207,7 @@ def test_a_deadline_ends_attaching_and_leaves_nothing(fake: FakeDevice, path: Pa
 
 def test_closing_in_another_thread_ends_the_call(fake: FakeDevice, path: Path) -> None:
     with serving(path, fake.name) as served:
-        burst = attached(path).__enter__()
+        burst = attached(path).open()
         right(burst, 1)
         fake.hang()
 

@@ -309,12 +309,21 @@ class BlockingBurst:
         self._connection = connection
         self._burst = burst_over(connection)
 
-    def __enter__(self) -> BlockingBurst:
-        self._connection.run(self._connection.open())
-        return self
-
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self.close()
+
+    def __enter__(self) -> BlockingBurst:
+        return self.open()
+
+    def open(self) -> BlockingBurst:
+        """Open the burst, and return it, where no `with` fits. `close` must follow.
+
+        Raises:
+            CallerError: it is open already, or was closed; or it needs the runtime's event loop, and is opened in its thread.
+            AionnError: what keeps the driver from serving it, as in `Burst.compute`.
+        """
+        self._connection.run(self._connection.open())
+        return self
 
     def close(self) -> None:
         """End the burst, in any thread. A call that waits in another thread ends with `CallerError`, and this one does not wait for it."""
