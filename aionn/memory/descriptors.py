@@ -20,8 +20,9 @@ An ordinary file has no seals. A process that truncates a mapped file can end th
 
 A dma-buf is memory that a camera, a GPU or `udmabuf` has exported. A CPU's use of it stands between two calls of `sync_dma_buf`.
 
-A dma-buf is mapped like a file (pool kind `mmap_fd`). Its size never changes, so it needs no seals and has no holes. The kernel keeps
-the caches of CPU and device in step only for accesses between the two ends of a use (DMA_BUF_IOCTL_SYNC).
+A dma-buf is mapped like a file (pool kind `mmap_fd`). Its size never changes, so it needs no seals and has no holes. It cannot have
+seals, so only what has none is asked for its name, because that question is the slowest. The kernel keeps the caches of CPU and device in
+step only for accesses between the two ends of a use (DMA_BUF_IOCTL_SYNC).
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ def check_descriptor(fd: int, description: MemoryDescription, *, write_through: 
         status, flags = os.fstat(fd), fcntl.fcntl(fd, fcntl.F_GETFL)
     except (OSError, OverflowError, ValueError) as error:
         raise CallerError(f"memory of kind {kind.value}: descriptor {fd} is not open; send an open one") from error
-    exported = is_dma_buf(fd)
+    exported = seals is None and is_dma_buf(fd)
     if not exported and not stat.S_ISREG(status.st_mode):
         raise CallerError(
             f"memory of kind {kind.value}: the descriptor is {_file_type(status.st_mode)}; expected a regular file, a memfd or a dma-buf"
@@ -136,9 +137,10 @@ def check_sealed(fd: int, description: MemoryDescription) -> None:
     Raises:
         CallerError: it is a file, or memory whose size is not sealed, or it lies in huge pages.
     """
-    if is_dma_buf(fd):
+    seals = _seals(fd)
+    if seals is None and is_dma_buf(fd):
         return
-    if not (_seals(fd) or 0) & F_SEAL_SHRINK:
+    if not (seals or 0) & F_SEAL_SHRINK:
         raise CallerError(
             f"memory of kind {description.kind.value}: its size is not sealed, so its sender could end a driver that several apps share; "
             "copy the data into aionn.Memory.allocate(...)"
@@ -168,11 +170,9 @@ def reserve_holes(fd: int, description: MemoryDescription, *, write_through: boo
         MemoryAllocationError: the memory, or the disk's space, cannot be had now.
         CallerError: shared memory has holes that a descriptor opened for reading cannot fill.
     """
-    if is_dma_buf(fd):
-        return  # all its pages are there
     in_memory = _seals(fd) is not None
-    if not (in_memory or write_through):
-        return
+    if not in_memory and (not write_through or is_dma_buf(fd)):
+        return  # a dma-buf has all its pages
     hole_bytes = min(_missing_bytes(fd), description.size_bytes)
     if hole_bytes == 0:
         return

@@ -18,8 +18,9 @@ import pytest
 import aionn
 from aionn.errors import CallerError, ExecutionError
 from aionn.hal.interfaces import PrepareOptions
-from aionn.hal.types import BufferDesc, BufferRole, DataLocation, ErrorStatus, Request, RequestArgument
+from aionn.hal.types import BufferDesc, BufferRole, DataLocation, ErrorStatus, MemoryDescription, MemoryKind, Request, RequestArgument
 from aionn.memory import descriptors
+from aionn.memory.region import Region
 from aionn.testing.models import identity_model
 from tests.conformance.devices import in_process
 
@@ -46,12 +47,18 @@ class Kernel:
 
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
-    """A kernel that calls every memfd of the name "exported" a dma-buf."""
-    kernel = Kernel()
+    """A kernel that calls every memfd of the name "exported" a dma-buf, and knows no seals of it."""
+    kernel, real_fcntl = Kernel(), fcntl.fcntl
 
     def is_dma_buf(fd: int) -> bool:
         return "exported" in os.readlink(f"/proc/self/fd/{fd}")
 
+    def asked(fd: int, request: int, *arguments: int) -> int:
+        if request == descriptors.F_GET_SEALS and is_dma_buf(fd):
+            raise OSError(errno.EINVAL, "no memfd")
+        return real_fcntl(fd, request, *arguments)
+
+    monkeypatch.setattr("aionn.memory.descriptors.fcntl.fcntl", asked)
     for place in ("aionn.memory.descriptors", "aionn.memory.region"):
         monkeypatch.setattr(f"{place}.is_dma_buf", is_dma_buf)
     monkeypatch.setattr("aionn.memory.descriptors.fcntl.ioctl", kernel.ioctl)
@@ -71,6 +78,25 @@ def test_the_size_is_asked_of_lseek_and_a_larger_one_is_refused(kernel: Kernel, 
         assert memory.size_bytes == PAGE
     with pytest.raises(CallerError, match=f"a file of {PAGE} bytes; the file is shorter than claimed"):
         aionn.Memory.from_fd(exported, 2 * PAGE)
+
+
+@pytest.mark.usefixtures("kernel")
+def test_its_pages_are_not_reserved_and_its_size_needs_no_seal(exported: int) -> None:
+    description = MemoryDescription(MemoryKind.MMAP_FD, PAGE)
+    Region.attach(os.dup(exported), description).close()
+    assert os.fstat(exported).st_blocks == 0
+    descriptors.check_sealed(exported, description)
+
+
+def test_sealed_memory_is_not_asked_for_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    for place in ("aionn.memory.descriptors", "aionn.memory.region"):
+        monkeypatch.setattr(f"{place}.is_dma_buf", asked.append)
+    sealed = Region.allocate(PAGE)
+    Region.attach(os.dup(sealed.fileno()), sealed.description).close()
+    descriptors.check_sealed(sealed.fileno(), sealed.description)
+    sealed.close()
+    assert asked == []
 
 
 def test_without_a_name_of_a_dma_buf_such_a_descriptor_is_refused(exported: int) -> None:
