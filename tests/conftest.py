@@ -197,9 +197,9 @@ def warm_spawn(spawn: Any) -> Any:
 def drivers_are_copies(request: pytest.FixtureRequest) -> Iterator[None]:
     """Drivers of all tests of a worker are copies of one template. Starting thousands by exec would take longer than all else.
 
-    `real_starts` is for tests of starts. With `--real-starts`, and in a process of `own_process`, tests have what an app has.
+    `real_starts` is for tests of starts. Tests have what an app has with `--real-starts`, and in a process of `own_process` without a name.
     """
-    if request.config.option.real_starts or request.config.option.own_process is not None:
+    if request.config.option.real_starts:
         yield
         return
     from aionn.engines.installed import BUILT_IN

@@ -211,6 +211,9 @@ class OwnProcess:
         ]
         command = [*measured(), *command]
         command += ["--every-case"] if config.getoption("every_case", False) else []
+        # A group with a name has many tests, and drivers from one template as in any worker. Others have what an app has.
+        real_starts = config.getoption("real_starts", None)  # None: other projects do not have the option
+        command += ["--real-starts"] if real_starts or (".py" in group and real_starts is not None) else []
         command += [] if config.option.timeout is None else [f"--timeout={config.option.timeout}"]
         here, there = socket.socketpair()
         with there:
