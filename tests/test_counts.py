@@ -46,7 +46,7 @@ MOST: dict[str, tuple[int, int, int]] = {
 # 13 the cache files that a driver has verified, and does not read again while they stay the same
 # 25 a service that starts without the libraries of the command line
 # 14 what compiles and computes, imported when an open runtime needs it
-MOST_CODE_LINES = 44_930
+MOST_CODE_LINES = 44_929
 MOST_FILES = 324
 MOST_LINES_OF_C = 5_846
 MOST_NAMES_DEFINED_TWICE = 0

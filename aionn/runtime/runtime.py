@@ -63,15 +63,13 @@ def import_needed(module: str) -> None:
     Raises:
         MemoryAllocationError: this process has no free file descriptor to read modules with.
     """
-    if module in sys.modules:
-        return
-    collects = gc.isenabled()
+    collects, is_first = gc.isenabled(), module not in sys.modules
     gc.disable()
     try:
         with with_descriptors("the import of what a runtime needs"), _short_spins():
             import_module(module)
     finally:
-        if not gc.get_freeze_count():  # what the app has frozen stays frozen
+        if is_first and not gc.get_freeze_count():  # what the app has frozen stays frozen
             gc.freeze()  # with `unfreeze`, all that exists counts as old, so the next collection does not look through it (8 ms)
             gc.unfreeze()
         if collects:
@@ -341,7 +339,8 @@ class Runtime(AsyncOnly):
             DriverDiedError, DriverHungError: the driver went away meanwhile.
         """
         opened = self._opened
-        import_needed(TO_COMPILE)
+        if TO_COMPILE not in sys.modules:
+            import_needed(TO_COMPILE)
         from aionn.runtime.asked import Asked
 
         asked = Asked(
