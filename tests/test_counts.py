@@ -32,6 +32,7 @@ MOST: dict[str, tuple[int, int, int]] = {
 # 370 of them are the template of drivers, 767 bursts for threads without a loop and further clients, 1,150 the joining of requests,
 # 165 (and 192 of C) the chains that wait in a driver,
 # 15 the frames of a blocking burst, 18 of C the coroutine of a blocking call, 12 that a step of a thread and a swap see each other,
+# 34 of C how many bursts take turns,
 # 59 of C what the handlers of signals raise, 50 the claim of a request that its caller may leave, 15 that its place is free then,
 # 1,110 the service of all apps (it may have 2,500)
 # 24 the extra `cli`, completion, names of models in `cache ls`,
@@ -48,7 +49,7 @@ MOST: dict[str, tuple[int, int, int]] = {
 # 14 what compiles and computes, imported when an open runtime needs it
 MOST_CODE_LINES = 44_929
 MOST_FILES = 324
-MOST_LINES_OF_C = 5_846
+MOST_LINES_OF_C = 5_880
 MOST_NAMES_DEFINED_TWICE = 0
 MOST_VERBS_FOR_AN_END = 6
 

@@ -1,13 +1,15 @@
 """How long an end of a burst may stay awake before it sleeps: the reasons and the windows. `spin_policy` in fmq/spin.h is the rule.
 
 Waking a sleeping peer costs tens of microseconds where idle CPUs halt. That is more than most of a short exchange. So an end that
-expects its peer soon looks again for a while before it arms the event flag. Four conditions must hold.
+expects its peer soon looks again for a while before it arms the event flag. Five conditions must hold.
     The burst is open, and its preference is not LOW_POWER.
     There is more than one CPU to spend (machine and cgroup quota), and the peer was last seen on another CPU than this one.
         Processes that are all confined to one CPU see each other there, so they never stay awake.
     Recent waits were shorter than the window. Their moving average decides, and one wait in `SPIN_PROBE_EVERY` is watched regardless.
         A watched wait takes the peer's own pace. A slept one also contains the two wake-ups that sleeping costs. So a probe that
         succeeds counts for all the slept waits before it.
+    In an app, at most four of its bursts take turns (`SPIN_FEW`). With 64 streams of Silero at 31 frames a second, looking for the answers
+        of all took 160 us of the app's CPU time a frame, and the calls themselves 110 (2 vCPUs, 2026-11).
     In a driver, no other model of the process has been served for `COMPANY_NS`, because a lane that looks delays the others. At most
         one lane of a model looks, and it looks for the requests of all bursts of that model.
 

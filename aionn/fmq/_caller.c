@@ -38,6 +38,7 @@ static int caller_clear(PyObject *object)
 {
     CallerObject *self = (CallerObject *)object;
     self->over = true;
+    request_takes_no_turn(self);
     for (unsigned i = 0; i < CALLS; i++)
         Py_CLEAR(self->calls[i]);
     Py_CLEAR(self->look_again);

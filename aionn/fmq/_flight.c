@@ -288,7 +288,7 @@ static void schedule_look(CallerObject *self)
 void flight_watch(CallerObject *self)
 {
     struct ring *requests = ring_if_usable(self->exchange.requests), *results = ring_if_usable(self->exchange.results);
-    int64_t budget_ns = self->alone ? 0 : spin_budget_ns(&self->spin);
+    int64_t budget_ns = self->alone || self->crowded ? 0 : spin_budget_ns(&self->spin);
     if (budget_ns && requests && results && ring_apart(requests, results)) {
         if (self->armed) {
             /* This end is awake and needs no event. An event that is already under way comes as a spurious callback. */

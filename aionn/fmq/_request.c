@@ -5,6 +5,33 @@
 
 #include "caller_object.h"
 
+/* The bursts that have sent last, each once, as far as they are open. Guarded by the GIL. */
+static const CallerObject *recent[SPIN_FEW];
+
+/* Return whether more than SPIN_FEW bursts of this process take turns. To look for the answers of all would cost more than to sleep. */
+static bool in_crowd(const CallerObject *self)
+{
+    const CallerObject *before = self;
+    for (unsigned i = 0; i < SPIN_FEW; i++) {
+        const CallerObject *here = recent[i];
+        recent[i] = before;
+        if (!here || here == self)
+            return false;
+        before = here;
+    }
+    return true;
+}
+
+void request_takes_no_turn(const CallerObject *self)
+{
+    unsigned kept = 0;
+    for (unsigned i = 0; i < SPIN_FEW; i++)
+        if (recent[i] != self)
+            recent[kept++] = recent[i];
+    while (kept < SPIN_FEW)
+        recent[kept++] = NULL;
+}
+
 /* Look for a packet, as long as the policy says. Return whether the queues can still be used. */
 static bool looked(CallerObject *self, const struct request *r)
 {
@@ -105,7 +132,9 @@ static PyObject *begin_request(CallerObject *self, PyObject *body, PyObject *set
         r->captured_ns = captured;
     }
     /* A caller that is alone waits right here. Suspending and resuming a task costs more time than many answers take. */
-    bool alone = !after && !self->first && self->woken <= 1 && (self->alone || (self->spin.brisk && now_ns < self->yield_by_ns));
+    self->crowded = !self->alone && in_crowd(self);
+    bool looks = self->alone || (self->spin.brisk && !self->crowded && now_ns < self->yield_by_ns);
+    bool alone = !after && !self->first && self->woken <= 1 && looks;
     self->woken -= self->woken > 0;
     bool sends = !self->unsent && flight_has_place(self);
     struct exchange_stamp stamp = {self->last_identity + 1, (uint64_t)deadline_ns, after ? *after : 0};

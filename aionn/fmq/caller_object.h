@@ -50,6 +50,7 @@ typedef struct {
     unsigned depth, in_flight, withdrawn; /* `withdrawn` of those in flight are sure never to be run */
     unsigned woken; /* callers that the last look has woken and that have not called since */
     bool armed, looking, joined, over;
+    bool crowded; /* when it sent last, more than SPIN_FEW bursts took turns */
     bool alone;   /* its thread runs no loop, so a call looks for as long as the policy says, and then sleeps */
     int sleep_fd; /* what such a call sleeps on: readable when anything that the thread waits for is; or -1 */
     long long looking_until_ns, timer_ns;        /* `timer_ns`: when `late` will be called, or 0 */
@@ -103,6 +104,7 @@ static inline void flight_note_sent(const CallerObject *self, struct request *r,
 }
 
 /* ---- _request.c ---- */
+void request_takes_no_turn(const CallerObject *self);
 PyObject *request_send(PyObject *object, PyObject *const *args, Py_ssize_t given);
 PyObject *request_start(PyObject *object, PyObject *const *args, Py_ssize_t given);
 PyObject *request_post(PyObject *object, PyObject *const *args, Py_ssize_t given);

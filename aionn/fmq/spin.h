@@ -85,6 +85,8 @@ struct spin_policy {
 
 #define SPIN_PROBE_EVERY 64 /* while the average says sleep, one wait in so many is watched for twice the window */
 
+#define SPIN_FEW 4 /* an app's end looks only while at most so many bursts of its process take turns */
+
 static inline void spin_begin(struct spin_policy *p, int64_t window_ns)
 {
     *p = (struct spin_policy){.window_ns = window_ns, .brisk = window_ns > 0};

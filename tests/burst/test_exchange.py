@@ -11,7 +11,7 @@ import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AsyncExitStack, ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -42,7 +42,7 @@ from aionn.burst.packets import (
     split_results,
 )
 from aionn.burst.spin_policy import APP_WINDOW_NS
-from aionn.errors import DeadlineError, ExecutionError
+from aionn.errors import CallerError, DeadlineError, ExecutionError
 from aionn.fmq import LONGEST_KNOWN, SOON, Caller, Lane, Lanes, Listener, MessageQueue
 from aionn.hal.types import ErrorStatus, OutputShape, Result
 from tests.burst.ends import Gate, RawDriver, packet, raw_client, raw_driver, request
@@ -747,6 +747,34 @@ async def test_no_answer_is_awaited_at_once_where_that_may_not_be() -> None:
         in_advance(driver, 2)
         await other.execute(BODY)
     assert [(caller.answers_at_once, caller.answers) for caller in (burst.caller, other.caller)] == [(0, 2), (0, 2)]
+
+
+@pytest.mark.usefixtures("brisk")
+async def test_nobody_looks_for_answers_while_more_than_four_bursts_take_turns() -> None:
+    async with AsyncExitStack() as stack:
+        ends = [await stack.enter_async_context(raw_driver()) for _ in range(5)]
+
+        async def turn(count: int) -> list[bool]:
+            """Let so many bursts compute one after the other. Returns which of them has found its answer at once."""
+            found = []
+            for burst, driver in ends[:count]:
+                before = burst.caller.answers_at_once
+                in_advance(driver, burst.caller.answers + before + 1)
+                await burst.execute(BODY)
+                found.append(burst.caller.answers_at_once > before)
+            return found
+
+        for end in ends:
+            await warm(*end)
+        assert await turn(5) == [False] * 5
+        assert await turn(5) == [False] * 5
+        assert await turn(4) == [False] * 4, "the fifth has had its turn just before"
+        assert await turn(4) == [True] * 4
+        assert await turn(5) == [True] * 4 + [False]
+        assert await turn(1) == [False]
+        ends[0][0].end(CallerError("closed"))
+        del ends[0]
+        assert await turn(4) == [True] * 4, "a burst that was closed takes no turn"
 
 
 @pytest.mark.usefixtures("brisk")
