@@ -107,7 +107,9 @@ def exchange(capacity: int = 128) -> Iterator[Ends]:
         for queue in queues:
             stack.callback(queue.close)
         requests, results, requests_read, results_written = queues
-        yield Ends(requests, results, Caller(requests, results), requests_read, results_written, Taker(requests_read, results_written))
+        caller = Caller(requests, results)
+        stack.callback(caller.end)  # or it would go on to take turns with those of later tests
+        yield Ends(requests, results, caller, requests_read, results_written, Taker(requests_read, results_written))
 
 
 class Future:
