@@ -11,7 +11,6 @@ import runpy
 NEEDED = ("importlib.metadata", "onnx.reference.ops", "aionn.graph.wire", "aionn.engines.reference")
 
 if __name__ == "__main__":
-    os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")
     before = os.environ.get("OPENBLAS_NUM_THREADS")
     os.environ["OPENBLAS_NUM_THREADS"] = "1"  # as in `aionn.driver.template`, until NumPy has been imported
     for name in NEEDED:

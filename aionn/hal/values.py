@@ -166,13 +166,13 @@ def split_texts(content: bytes | memoryview, shape: tuple[int, ...]) -> NDArray[
 
 def default_of(operand: Operand) -> NDArray[Any] | None:
     """Return what an input holds where an app leaves it out, as an array that may be read only. None: it has no default."""
-    import numpy as np
-
     default = operand.default
     if default is None:
         return None
     if operand.type is OperandType.STRING:
         return split_texts(default.content, default.shape)
+    import numpy as np
+
     return np.ndarray(default.shape, operand.type.dtype, default.content)
 
 

@@ -34,7 +34,6 @@ from time import monotonic_ns
 import msgspec
 
 from aionn import cgroups
-from aionn.cgroups import ROOT, Place
 from aionn.errors import MemoryAllocationError
 
 NO_DESCRIPTOR_LEFT = (errno.EMFILE, errno.ENFILE)
@@ -52,18 +51,18 @@ class Limit(msgspec.Struct, frozen=True):
     available_bytes: int
 
 
-def limits(root: Place = ROOT) -> Iterator[Limit]:
+def limits(root: cgroups.Place = cgroups.ROOT) -> Iterator[Limit]:
     """Yield every limit that is set for this process. A file that cannot be read is left out."""
     yield from _resource_limits(root)
     yield from _shared_limits(root)
 
 
-def tightest(root: Place = ROOT) -> Limit | None:
+def tightest(root: cgroups.Place = cgroups.ROOT) -> Limit | None:
     """Return the limit that leaves least, or None if no limit can be read."""
     return min(limits(root), key=_available, default=None)
 
 
-def require(needed_bytes: int, root: Place = ROOT) -> None:
+def require(needed_bytes: int, root: cgroups.Place = cgroups.ROOT) -> None:
     """Check that every known limit leaves that much now.
 
     Raises:
@@ -136,7 +135,7 @@ def allocation_error(needed_bytes: int, error: OSError, what: str = "") -> Memor
     )
 
 
-def _resource_limits(root: Place) -> Iterator[Limit]:
+def _resource_limits(root: cgroups.Place) -> Iterator[Limit]:
     file_bytes = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     if file_bytes != resource.RLIM_INFINITY:
         yield Limit("RLIMIT_FSIZE of the process", file_bytes)
@@ -147,7 +146,7 @@ def _resource_limits(root: Place) -> Iterator[Limit]:
             yield Limit("RLIMIT_AS of the process", max(0, address_bytes - used_bytes))
 
 
-def _shared_limits(root: Place) -> Iterator[Limit]:
+def _shared_limits(root: cgroups.Place) -> Iterator[Limit]:
     """Yield the limits that this process shares with others: of its cgroup, of those above it that it can see, and of the machine."""
     for folder in cgroups.folders("memory", root):
         limit_file, usage_file, prefix = _FILES[folder.unified]
@@ -168,13 +167,13 @@ _FILES = {True: ("memory.max", "memory.current", ""), False: ("memory.limit_in_b
 """By whether the cgroup is of version 2: the file of the limit, that of the use, and what stands before the names in memory.stat."""
 
 
-def _number(path: Place) -> int | None:
+def _number(path: cgroups.Place) -> int | None:
     """Return the number in a file, or None if the file is missing or says "max"."""
     text = cgroups.text_of(path).strip()
     return int(text) if text.isdecimal() else None
 
 
-def _lines(path: Place) -> list[str]:
+def _lines(path: cgroups.Place) -> list[str]:
     return cgroups.text_of(path).splitlines()
 
 

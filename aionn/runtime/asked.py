@@ -206,10 +206,9 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
 def store_at(opened: OpenRuntime, cache_dir: str | os.PathLike[str]) -> CacheStore:
     """Return where compilations are kept."""
     path = os.path.abspath(cache_dir)
-    store = opened.stores.get(path)
-    if store is None:
-        store = opened.stores[path] = CacheStore(path)
-    return store
+    if path not in opened.stores:
+        opened.stores[path] = CacheStore(path)
+    return opened.stores[path]
 
 
 async def _staged(session: Session, request: CompileRequest, policy: StagePolicy | None, progress: Progress) -> CompilationParts:

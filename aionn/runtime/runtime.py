@@ -63,13 +63,15 @@ def import_needed(module: str) -> None:
     Raises:
         MemoryAllocationError: this process has no free file descriptor to read modules with.
     """
-    collects, is_first = gc.isenabled(), module not in sys.modules
+    if module in sys.modules:
+        return
+    collects = gc.isenabled()
     gc.disable()
     try:
         with with_descriptors("the import of what a runtime needs"), _short_spins():
             import_module(module)
     finally:
-        if is_first and not gc.get_freeze_count():  # what the app has frozen stays frozen
+        if not gc.get_freeze_count():  # what the app has frozen stays frozen
             gc.freeze()  # with `unfreeze`, all that exists counts as old, so the next collection does not look through it (8 ms)
             gc.unfreeze()
         if collects:
@@ -200,7 +202,8 @@ class Runtime(AsyncOnly):
         is_ours(loop)  # noted, before there can be a fork
         early = {} if _is_served(self._settings) else spawn_early(self._start, self._settings)
         try:
-            import_needed(TO_COMPILE if early else TO_OPEN)
+            with with_descriptors("the opening of a runtime"):
+                import_needed(TO_COMPILE if early else TO_OPEN)
             from aionn.runtime.health import checked_policy
             from aionn.runtime.open_runtime import OpenRuntime
 
@@ -339,8 +342,7 @@ class Runtime(AsyncOnly):
             DriverDiedError, DriverHungError: the driver went away meanwhile.
         """
         opened = self._opened
-        if TO_COMPILE not in sys.modules:
-            import_needed(TO_COMPILE)
+        import_needed(TO_COMPILE)
         from aionn.runtime.asked import Asked
 
         asked = Asked(
