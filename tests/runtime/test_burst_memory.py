@@ -298,7 +298,8 @@ def test_room_that_was_guessed_is_replaced_by_what_an_answer_needs() -> None:
     assert length == 2 * 4096 * 4
     assert arguments.fit(guessed, ()) is guessed  # nothing was learned
     fitted = arguments.fit(guessed, [OutputShape((1, 100))])
-    assert fitted.outputs[0][4] == PAGE
+    assert fitted.outputs[0][2:] == ((1, 100), 0x4000, PAGE)  # expected in that shape, with room for others
+    assert fitted.known
     assert arguments.layout(((4096,),)) is fitted
     assert arguments.fit(guessed, [OutputShape((1, 9))]) is fitted  # also for the other requests that were sent with the guess
     assert arguments.fit(fitted, [OutputShape((1, 9))]) is fitted
@@ -307,6 +308,56 @@ def test_room_that_was_guessed_is_replaced_by_what_an_answer_needs() -> None:
     assert wider.outputs[0][4] == 2 * 600 * 8
     assert arguments.widen(((4096,),), needed) is wider  # several requests at once find the same
     assert arguments.fit(wider, [OutputShape((1, 1))]) is wider
+
+
+def unnamed_model() -> bytes:
+    """y = x, where the file says nothing about the extents of either."""
+    graph = helper.make_graph(
+        [helper.make_node("Relu", ["x"], ["y"])],
+        "unnamed",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [None, None])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, [None, None])],
+    )
+    content: bytes = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8).SerializeToString()
+    return content
+
+
+@pytest.fixture
+def answered_shapes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[OutputShape, ...]]:
+    """The shapes in answers of a driver that have some."""
+    seen: list[tuple[OutputShape, ...]] = []
+    outputs_in = FrameLayout.outputs_in
+
+    def noted(self: FrameLayout, frame: Any, shapes: Any = (), elsewhere: Any = ()) -> Any:
+        if shapes:
+            seen.append(tuple(shapes))
+        return outputs_in(self, frame, shapes, elsewhere)
+
+    monkeypatch.setattr(FrameLayout, "outputs_in", noted)
+    return seen
+
+
+@pytest.mark.parametrize("device", ["onnxruntime", "openvino", "reference"])
+async def test_an_open_output_is_expected_in_the_shape_that_it_had(device: str, answered_shapes: list[tuple[OutputShape, ...]]) -> None:
+    async with compiled(unnamed_model(), device) as compilation, compilation.burst() as burst:
+        for shape, is_new in (((2, 3), True), ((2, 3), False), ((2, 3), False), ((4, 1), True), ((2, 3), False), ((4, 1), False)):
+            x = np.random.default_rng(0).random(shape, np.float32)
+            np.testing.assert_array_equal((await burst.compute({"x": x}))["y"], x)
+            assert answered_shapes == ([(OutputShape(shape),)] if is_new else [])
+            answered_shapes.clear()
+
+
+@pytest.mark.parametrize("device", ["onnxruntime", "openvino", "reference"])
+async def test_an_open_output_that_was_expected_in_another_shape_is_right_and_expected_no_more(
+    device: str, answered_shapes: list[tuple[OutputShape, ...]]
+) -> None:
+    async with compiled(found_model(), device) as compilation, compilation.burst() as burst:
+        for count, is_told in ((3, True), (3, False), (5, True), (5, True), (0, True), (3, True), (700, True), (3, True)):
+            x = np.zeros(4096, np.float32)
+            x[:count] = 1
+            np.testing.assert_array_equal((await burst.compute({"x": x}))["y"], [np.arange(count)])
+            assert answered_shapes == ([(OutputShape((1, count)),)] if is_told else [])
+            answered_shapes.clear()
 
 
 async def test_opening_bursts_reads_the_limits_of_the_container_once(monkeypatch: pytest.MonkeyPatch) -> None:

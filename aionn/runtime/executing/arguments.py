@@ -104,8 +104,8 @@ class FrameLayout:
         inputs: (name, dtype, shape, offset) per input.
         outputs: (name, dtype, shape or None while open, offset, length) per output.
         shapes: of all inputs, and then of all outputs.
-        declared: of each output the shape that the model declares for these inputs; None while open.
-        known: whether every output's shape is, as the model declares it.
+        expected: of each output the shape that the model declares for these inputs or that an answer had; None while open.
+        known: whether every output's shape is expected, and no answer has shown another one.
         answered: whether the room for outputs comes from an answer, and not from the model or a guess.
         input_bytes: of all inputs together.
     """
@@ -113,7 +113,7 @@ class FrameLayout:
     __slots__ = (
         "_believed",
         "answered",
-        "declared",
+        "expected",
         "frame_bytes",
         "input_bytes",
         "inputs",
@@ -130,17 +130,20 @@ class FrameLayout:
         input_shapes: Shapes,
         declared: Sequence[tuple[int, ...] | None],
         room: Sequence[int],
+        answered: Sequence[OutputShape],
     ) -> None:
         """
         Args:
             believed: see `Arguments.outputs`.
-            declared: see the attribute.
-            room: bytes for each output whose shape is not known, or not believed.
+            declared: of each output the shape that the model declares for these inputs; None while open.
+            room: bytes for each output whose shape is not declared, or not believed.
+            answered: the shapes in an answer to such inputs, or nothing.
         """
         self._believed = believed
-        self.declared = declared
+        seen = [None if 0 in shape.dimensions else shape.dimensions or None for shape in answered] or declared
+        self.expected = [after if told is None else told for told, after in zip(declared, seen, strict=True)]
         self.input_bytes = 0
-        self.answered = False
+        self.answered = bool(answered)
         self.outputs_key = object()
         at, inputs, outputs = 0, [], []
         for (name, operand), shape in zip(model.inputs.items(), input_shapes, strict=True):
@@ -148,10 +151,10 @@ class FrameLayout:
             length = prod(shape) * operand.type.element_bytes
             self.input_bytes += length
             at += aligned(length or 1)
-        for (name, operand), told, length in zip(model.outputs.items(), declared, room, strict=True):
-            known = told if believed[name].dimensions == operand.dimensions else None
-            size = length if known is None else prod(known) * operand.type.element_bytes
-            outputs.append((name, operand.type.dtype, known, at, size))
+        for (name, operand), told, shape_or_none, length in zip(model.outputs.items(), declared, self.expected, room, strict=True):
+            is_believed = believed[name].dimensions == operand.dimensions
+            size = prod(told) * operand.type.element_bytes if is_believed and told is not None else length
+            outputs.append((name, operand.type.dtype, shape_or_none if is_believed else None, at, size))
             at += aligned(size or 1)
         self.shapes = (*input_shapes, *[output[2] for output in outputs])
         self.known = None not in self.shapes
@@ -218,7 +221,7 @@ class FrameLayout:
             if name in elsewhere:
                 continue
             # A driver that has not seen the declaration fail says nothing of an output that came out as declared.
-            answered = shapes[index].dimensions if shapes else self.declared[index]
+            answered = shapes[index].dimensions if shapes else self.expected[index]
             if answered is None:
                 raise false_shapes(f"none came for output {name!r}")
             if min(answered, default=0) < 0 or prod(answered) * dtype.itemsize > length:
@@ -365,7 +368,7 @@ class Arguments:
         for index, ((_, dtype, _, _, length), shape) in enumerate(zip(before.outputs, answered, strict=True)):
             needed = prod(shape.dimensions) * dtype.itemsize
             room.append(needed * 2 if before.answered and before.lacks_room(index, shape) else max(length, needed))
-        return self._make(input_shapes, room, answered=True)
+        return self._make(input_shapes, room, answered)
 
     def fit(self, layout: FrameLayout, answered: Sequence[OutputShape]) -> FrameLayout:
         """Return a layout without the room that a guess had given to outputs of these shapes, or `layout` if it was not a guess."""
@@ -379,10 +382,15 @@ class Arguments:
             -(-max(1, prod(shape.dimensions) * dtype.itemsize) // PAGE_BYTES) * PAGE_BYTES
             for (_, dtype, _, _, _), shape in zip(layout.outputs, answered, strict=True)
         ]
-        return self._make(input_shapes, room, answered=True)
+        return self._make(input_shapes, room, answered)
 
-    def _make(self, input_shapes: Shapes, room: Sequence[int], *, answered: bool = False) -> FrameLayout:
-        """Return a layout with that room for open outputs; at least what the model declares, since a new driver still goes by that."""
+    def _make(self, input_shapes: Shapes, room: Sequence[int], answered: Sequence[OutputShape] = ()) -> FrameLayout:
+        """Return a layout with that room for open outputs; at least what the model declares, since a new driver still goes by that.
+
+        `answered`: an answer to such inputs. An output whose shape the model leaves open is expected in the same shape again, so that
+        engines write it in place, and answers need no shapes. Where that fails, its shape is left open from then on, as where a file
+        declares a wrong one.
+        """
         found = resolve_shapes(self.model.outputs, self.model.inputs, dict(zip(self.names, input_shapes, strict=True)))
         # A request cannot say that an output will be empty (0 is an open extent), so the driver says it.
         declared = [None if shape is None or 0 in shape else shape for shape in map(found.get, self.outputs)]
@@ -390,9 +398,7 @@ class Arguments:
             max(length, 0 if shape is None else prod(shape) * operand.type.element_bytes)
             for operand, shape, length in zip(self.outputs.values(), declared, room, strict=True)
         ]
-        layout = FrameLayout(self.model, self.outputs, input_shapes, declared, roomy)
-        layout.answered = answered
-        self._layouts[input_shapes] = layout
+        layout = self._layouts[input_shapes] = FrameLayout(self.model, self.outputs, input_shapes, declared, roomy, answered)
         return layout
 
     def may_retry(self, layout: FrameLayout, result: Result, placed: Container[int] = ()) -> bool:
