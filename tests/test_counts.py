@@ -25,7 +25,7 @@ MOST: dict[str, tuple[int, int, int]] = {
     "HIT": (216, 44, 5_850),  # 43 or 44 files in different runs of the same code
     "compute, first of a compilation": (330, 41, 9_800),
     "compute, hot": (12, 5, 386),  # 377 or 386 in different runs of the same code
-    "burst, open": (152, 26, 4_850),
+    "burst, open": (208, 30, 6_100),  # with the memory of the first frame, which the first call had to make
     "burst.compute, usual": (6, 3, 254),  # 253 or 254 in different runs of the same code
     "swap": (1_390, 75, 35_700),  # quiet: 1,166, 70, 28,884; under load the loop turns more often
 }
@@ -47,7 +47,8 @@ MOST: dict[str, tuple[int, int, int]] = {
 # 13 the cache files that a driver has verified, and does not read again while they stay the same
 # 25 a service that starts without the libraries of the command line
 # 14 what compiles and computes, imported when an open runtime needs it
-MOST_CODE_LINES = 44_929
+# 35 the memory of a burst's first frame, which goes to the driver with the opening
+MOST_CODE_LINES = 44_964
 MOST_FILES = 324
 MOST_LINES_OF_C = 5_880
 MOST_NAMES_DEFINED_TWICE = 0

@@ -9,8 +9,8 @@ outlives `serve` but a run that a lane has begun: its `finally` frees the queues
 whichever side ended first.
 
 Invariants
-    A slot that the executor caches came from `callback.get_memories`. If that call fails, the request is answered with the failure
-    and not executed.
+    A slot that the executor caches was in `callback.brought`, or came from `callback.get_memories`. If that call fails, the request is
+    answered with the failure and not executed.
     A malformed packet costs one answer of GENERAL_FAILURE and nothing else. A request never ends the listener, whatever the executor
     raises, because other bursts run in the same process.
     `_working` is held while the burst is lent, and wherever a request's memories are looked up, fetched or used across an await.
@@ -115,7 +115,8 @@ class ExecutionBurstServer:
         """Make a server over two queues of the client. Both channels are taken over, also when this fails.
 
         Args:
-            callback: resolves unknown slots. Its `listeners`, if it has them, are those of all bursts of the client, by `number`.
+            callback: resolves unknown slots. Its `listeners`, if it has them, are those of all bursts of the client, by `number`. Its
+                `brought`, if it has that, are memories by slot, which the server owns when this returns.
             request_channel: queue of 24-byte datums that the client writes.
             result_channel: queue of 24-byte datums that the client reads.
             executor: caches mappings by slot. A plain prepared model is wrapped, and gets its pools anew each time.
@@ -142,7 +143,10 @@ class ExecutionBurstServer:
             raise refused
         with_cache = executor if isinstance(executor, IBurstExecutorWithCache) else DefaultBurstExecutorWithCache(executor)
         window_ns = DRIVER_WINDOW_NS if may_stay_awake(low_power=low_power) else 0
-        return cls(callback, (queues[0], queues[1]), with_cache, lanes, window_ns, anticipate)
+        server = cls(callback, (queues[0], queues[1]), with_cache, lanes, window_ns, anticipate)
+        for slot, memory in getattr(callback, "brought", {}).items():
+            with_cache.add_cache_entry(memory, slot)
+        return server
 
     async def serve(self) -> None:
         """Answer requests until the client closes the queues, dies, or `aclose` is called."""

@@ -48,9 +48,13 @@ class Received(ClosedByWith):
         self._descriptors.check_arrived()
         return int(fd)
 
+    def kept(self, lent: LentMemory) -> Region:
+        """Map a memory that the caller owns from now on."""
+        return self._descriptors.attach(lent)
+
     def memory(self, lent: LentMemory) -> Region:
         """Map a memory for an execution or a copy."""
-        region = self._descriptors.attach(lent)
+        region = self.kept(lent)
         self._closed_with_call.append(region)
         return region
 

@@ -22,7 +22,7 @@ import socket
 import stat
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -603,9 +603,9 @@ class DeviceService:
         prepared = self.made.model(body.prepared)
         self.made.check_quota("bursts")
         channels = received.queue(body.request_channel), received.queue(body.result_channel)
-        self._last_number += 1
-        number = self._last_number
+        number = self._last_number = self._last_number + 1
         callback = BurstCallback(self._connection, number, self.made)
+        callback.brought.update(zip(body.brought, callback.mapped([*body.brought.values()], received.kept), strict=True))
         self.made.bursts[number] = await prepared.configure_execution_burst(callback, *channels, body.anticipate)
         return number
 
@@ -671,7 +671,7 @@ class BurstCallback:
 
     Attributes:
         number: of the burst, as the client knows it. listeners: of all its bursts, by number.
-        may_use: says of a token whether it is one of the client's.
+        may_use: says of a token whether it is one of the client's. brought: memories that came with the opening, by slot.
     """
 
     def __init__(self, connection: Connection, number: int, made: ClientTables) -> None:
@@ -679,22 +679,22 @@ class BurstCallback:
         self.listeners = made.listeners
         self.may_use = made.may_use
         self.made = made
+        self.brought: dict[int, Region] = {}
         self._connection = connection
+
+    def mapped(self, memories: Sequence[LentMemory], attach: Callable[[LentMemory], Region]) -> list[Region]:
+        """Map memories within the client's quota, all or none. `attach` checks the descriptor of each and maps it."""
+        regions: list[Region] = []
+        with ExitStack() as mapped:
+            for lent in memories:
+                self.made.check_quota("mapped_bytes", lent.description.size_bytes)
+                regions.append(region := mapped.enter_context(closing(attach(lent))))
+                self.made.note_mapped(region)
+                region.forget_descriptor()
+            mapped.pop_all()
+        return regions
 
     async def get_memories(self, slots: Sequence[int]) -> Sequence[IMemory]:
         memories, descriptors = await self._connection.call(GetMemories(self.number, tuple(slots)))
-        regions: list[Region] = []
-        try:
-            for lent in memories:
-                self.made.check_quota("mapped_bytes", lent.description.size_bytes)
-                region = descriptors.attach(lent)
-                self.made.note_mapped(region)
-                regions.append(region)
-                region.forget_descriptor()
-        except BaseException:
-            for region in regions:
-                region.close()
-            raise
-        finally:
-            descriptors.close()
-        return regions
+        with closing(descriptors):
+            return self.mapped(memories, descriptors.attach)

@@ -125,7 +125,11 @@ class IBuffer(Protocol):
 
 
 class IBurstCallback(Protocol):
-    """The runtime's end of a burst's memory cache (HAL 1.2: IBurstCallback)."""
+    """The runtime's end of a burst's memory cache (HAL 1.2: IBurstCallback).
+
+    It may have `brought`, too: by slot, memories that the first request mostly uses. A device may take them when it attaches to the burst,
+    and need not ask for them then.
+    """
 
     async def get_memories(self, slots: Sequence[int]) -> Sequence[IMemory]:
         """Return the memory of each slot, in the same order.

@@ -296,12 +296,13 @@ class ExecuteValues(HalCall[ExecutedValues], frozen=True):
 
 
 class ConfigureExecutionBurst(HalCall[int], frozen=True):
-    """Open a burst. The answer is its number."""
+    """Open a burst. The answer is its number. `brought`: memories by slot that the driver need not ask for."""
 
     prepared: int
     request_channel: MQMessage
     result_channel: MQMessage
     anticipate: bool = False
+    brought: dict[int, LentMemory] = {}
 
 
 class FreeMemory(HalCall[None], frozen=True):

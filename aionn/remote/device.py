@@ -477,10 +477,11 @@ class RemotePreparedModel:
     async def configure_execution_burst(
         self, callback: IBurstCallback, request_channel: MQDescriptor, result_channel: MQDescriptor, anticipate: bool = False
     ) -> RemoteBurstContext:
-        body = ConfigureExecutionBurst(self.number, queue_message(request_channel), queue_message(result_channel), anticipate)
+        brought = {slot: lent(memory) for slot, memory in getattr(callback, "brought", {}).items()}
+        body = ConfigureExecutionBurst(self.number, queue_message(request_channel), queue_message(result_channel), anticipate, brought)
         burst, _ = await self.device.connection.call(body, unwanted=lambda burst: self.device.connection.post(CloseBurst(burst)))
         self.device.watch_burst(burst, callback)
-        return RemoteBurstContext(self.device, burst)
+        return RemoteBurstContext(self.device, burst, tuple(brought))
 
     def step_roles(self, is_input: bool, index: int) -> list[StepRole]:
         """Return what an input or output is in the driver. A plan has more to say (`PlannedModel.step_roles`)."""
@@ -501,11 +502,15 @@ class RemotePreparedModel:
 
 
 class RemoteBurstContext:
-    """A burst's listener in the driver process. Satisfies `IBurstContext`. `number` names it there."""
+    """A burst's listener in the driver process. Satisfies `IBurstContext`.
 
-    def __init__(self, device: RemoteDevice, number: int) -> None:
+    `number` names it there. `brought`: the slots of memories that it has from the beginning.
+    """
+
+    def __init__(self, device: RemoteDevice, number: int, brought: tuple[int, ...] = ()) -> None:
         self._device = device
         self.number = number
+        self.brought = brought
         self._closed = False
 
     async def free_memory(self, slot: int) -> None:

@@ -21,7 +21,7 @@ from aionn.fmq import MessageQueue, MQDescriptor
 from aionn.hal.queues import MQFlavor
 from aionn.hal.types import ErrorStatus, IMemory, Request, Result
 from aionn.memory.region import Region
-from tests.burst.ends import Gate, RawClient, Slots, begin_to_free, nothing_computed, packet, raw_client
+from tests.burst.ends import Gate, RawClient, Slots, attached, begin_to_free, nothing_computed, packet, raw_client, raw_model
 from tests.fmq.queues import duplicated, open_fds
 
 pytestmark = [pytest.mark.anyio, pytest.mark.both_loops, pytest.mark.usefixtures("both_ways")]
@@ -68,6 +68,32 @@ async def test_free_memory_before_burst() -> None:
         client.slots.regions[0].close()
         await client.server.aclose()
         assert client.engine.runs == 1
+
+
+@pytest.mark.parametrize("end", ["free", "close"])
+async def test_memories_that_come_with_the_burst_are_not_asked_for_and_are_freed_as_others_are(end: str) -> None:
+    class Bringing(Slots):
+        brought: dict[int, Region]
+
+    slots = Bringing()
+    slots.add(0)
+    region = attached(slots.regions[0])
+    slots.brought = {0: region}
+    async with raw_model() as model:
+        client = await model.burst(slots=slots)
+        serving = asyncio.ensure_future(client.server.serve())
+        assert (await client.answer_to(packet(identity=1))).result.status is ErrorStatus.NONE
+        assert slots.asked == []
+        assert region.view()[0] == 0
+        if end == "free":
+            await client.server.free_memory(0)
+            assert region.closed
+            assert (await client.answer_to(packet(identity=2))).result.status is ErrorStatus.NONE
+            assert slots.asked == [[0]]
+        await client.server.aclose()
+        assert region.closed
+        await serving
+    slots.close()
 
 
 async def test_free_burst_before_memory() -> None:

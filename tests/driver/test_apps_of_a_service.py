@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import anyio
@@ -17,10 +18,12 @@ import numpy as np
 import pytest
 
 import aionn
+from aionn.burst.packets import DATUM_BYTES
 from aionn.driver import EngineDevice, service, sharing
 from aionn.driver.service import DeviceService
 from aionn.driver.sharing import Quotas
 from aionn.errors import CallerError, DriverDiedError, ModelQuarantinedError, QuotaError
+from aionn.fmq import MessageQueue
 from aionn.hal import PrepareOptions
 from aionn.hal.types import BufferDesc, BufferRole
 from aionn.loopless import Answer, running_loop
@@ -30,7 +33,7 @@ from aionn.remote.calls import Evict, Fd, HasRequest, ListShared, Quarantine
 from aionn.remote.connection import Connection, Descriptors
 from aionn.remote.control import PROTOCOL, Attach, Ready, Refused, error_of
 from aionn.remote.device import RemoteDevice
-from tests.conformance.test_devices import FACTOR, GOOD, request, ways
+from tests.conformance.test_devices import FACTOR, GOOD, channels, request, ways
 from tests.driver.test_shared_driver import Counted, N, W, X, product, until
 from tests.scaled_model import scaled_model
 
@@ -237,6 +240,25 @@ async def test_a_burst_maps_no_more_than_the_quota(driver: Driver, quotas: Any) 
     async with driver.app(7) as app, ways(app, aionn.Model.from_onnx(scaled_model(FACTOR))) as way:
         assert (await way.execute("burst", GOOD)).status.name != "NONE"
         assert driver.used(7).mapped_bytes == 0
+
+
+async def test_memory_that_comes_with_a_burst_is_within_the_quota_too(driver: Driver, quotas: Any) -> None:
+    quotas(mapped_bytes=4096)
+    async with driver.app(7) as app, AsyncExitStack() as stack:
+        way = await stack.enter_async_context(ways(app, aionn.Model.from_onnx(scaled_model(FACTOR))))
+        requests, results = MessageQueue.create(DATUM_BYTES, 1024), MessageQueue.create(DATUM_BYTES, 1024)
+        stack.callback(requests.close)
+        stack.callback(results.close)
+        callback: Any = SimpleNamespace(brought={0: way.memories.input, 1: way.memories.output})
+        with pytest.raises(QuotaError) as caught:
+            await way.prepared.configure_execution_burst(callback, *channels(app, requests, results))
+        check(caught, "mapped bytes", 4096, 4096)
+        assert (driver.used(7).bursts, driver.used(7).mapped_bytes) == (1, 0)
+        del callback.brought[1]
+        context = await way.prepared.configure_execution_burst(callback, *channels(app, requests, results))
+        assert (driver.used(7).bursts, driver.used(7).mapped_bytes) == (2, 4096)
+        await context.aclose()
+        assert (driver.used(7).bursts, driver.used(7).mapped_bytes) == (1, 0)
 
 
 async def test_clients(driver: Driver, quotas: Any) -> None:

@@ -9,18 +9,21 @@ import socket
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import aionn
+from aionn.burst.packets import DATUM_BYTES
 from aionn.errors import AionnError, CallerError
+from aionn.fmq import MessageQueue
 from aionn.hal import CacheHandles, PrepareOptions
 from aionn.hal.types import ErrorStatus, MemoryDescription, MemoryKind
 from aionn.memory.descriptors import check_descriptor
 from aionn.memory.region import Region
 from aionn.remote.calls import CopyTo, Execute, Fd, LentMemory
-from tests.conformance.test_devices import FACTOR, GOOD, ways
+from tests.conformance.test_devices import FACTOR, GOOD, channels, ways
 from tests.driver.test_apps_of_a_service import Driver, driver, prepare, quotas  # noqa: F401 -- fixtures
 from tests.driver.test_shared_driver import claiming, product
 from tests.scaled_model import scaled_model
@@ -99,6 +102,28 @@ async def test_memory_of_a_burst(driver: Driver, foreign: int) -> None:  # noqa:
         own, way.memories.input = way.memories.input, Foreign()  # type: ignore[assignment]
         assert (await way.execute("burst", GOOD)).status is not ErrorStatus.NONE
         way.memories.input = own
+        assert (await way.execute("burst", GOOD)).status is ErrorStatus.NONE
+
+
+async def test_memory_that_comes_with_the_opening_of_a_burst(driver: Driver, foreign: int) -> None:  # noqa: F811
+    class Foreign:
+        size_bytes = 4096
+
+        def __init__(self, kind: MemoryKind) -> None:
+            self.description = MemoryDescription(kind, 4096)
+
+        def fileno(self) -> int:
+            return foreign
+
+    async with driver.app(7) as app, ways(app, aionn.Model.from_onnx(scaled_model(FACTOR))) as way:
+        for kind in (MemoryKind.ASHMEM, MemoryKind.MMAP_FD):
+            requests, results = MessageQueue.create(DATUM_BYTES, 1024), MessageQueue.create(DATUM_BYTES, 1024)
+            callback: Any = SimpleNamespace(brought={0: Region.allocate(4096), 1: Foreign(kind)})
+            with pytest.raises(AionnError, match="memory of kind"):
+                await way.prepared.configure_execution_burst(callback, *channels(app, requests, results))
+            requests.close()
+            results.close()
+            assert (driver.used(7).bursts, driver.used(7).mapped_bytes) == (1, 0)  # of the first memory nothing is left, too
         assert (await way.execute("burst", GOOD)).status is ErrorStatus.NONE
 
 

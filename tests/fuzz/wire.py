@@ -143,7 +143,7 @@ def messages() -> list[Message]:
         calls.PrepareModelFromCache(options, calls.CacheMessage((Fd(0),), (), bytes(32))),
         calls.Execute(1, request, (memory, 3), True, 10**15),
         calls.ExecuteFenced(1, request, (memory, 3), True, 10**15, Fd(0), (calls.DependencyMessage(Fd(0), True),)),
-        calls.ConfigureExecutionBurst(1, queue, queue),
+        calls.ConfigureExecutionBurst(1, queue, queue, brought={0: memory}),
         calls.ExecuteValues(1, values, True, 10**15),
         calls.FreeMemory(1, 2),
         calls.Allocate(BufferDesc((1, 2)), (1,), (BufferRole(0, 0, 0.5),), ()),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import mmap
 import os
+import signal
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -23,6 +24,7 @@ from aionn.memory.region import Region
 from aionn.runtime.executing import frames
 from aionn.runtime.executing.arguments import Arguments, FrameLayout
 from aionn.testing.models import identity_model
+from tests.driver.test_shared_driver import until
 from tests.leaks import driver_pids, leak_check
 from tests.real_models import carried
 
@@ -76,7 +78,7 @@ async def test_a_burst_has_the_frames_that_it_uses_and_no_byte_more(extent: int 
     async with compiled(identity(extent)) as compilation:
         frame = 2 * 65536 * 4
         async with compilation.burst(depth=4) as burst:
-            assert shared(burst) == 0
+            assert shared(burst) == (frame if extent == 65536 else 0)  # the first goes to the driver with the burst
             for _ in range(3):
                 await burst.compute(of(65536))
             assert shared(burst) == frame
@@ -379,3 +381,96 @@ async def test_opening_bursts_reads_the_limits_of_the_container_once(monkeypatch
 
 async def test_the_time_to_look_again_is_stated() -> None:
     assert frames.TRIM_S == 2.0
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """The slots that drivers have asked for."""
+    slots: list[list[int]] = []
+    whole = frames.Frames.get_memories
+
+    async def get_memories(self: frames.Frames, wanted: Any) -> Any:
+        slots.append(list(wanted))
+        return await whole(self, wanted)
+
+    monkeypatch.setattr(frames.Frames, "get_memories", get_memories)
+    return slots
+
+
+async def test_the_first_frames_memory_goes_to_the_driver_with_the_burst(asked: list[list[int]]) -> None:
+    async with compiled(identity(1024)) as compilation:
+        async with compilation.burst() as burst:
+            assert shared(burst) == 2 * 1024 * 4
+            await right(burst, 1, 1024)
+            await right(burst, 2, 1024)
+            assert (asked, shared(burst)) == ([], 2 * 1024 * 4)
+            with aionn.Memory.allocate(4096) as memory:
+                memory.array(np.float32, (1024,))[...] = 3
+                assert (await burst.compute({"x": memory}))["x_out"][0] == 3
+            assert len(asked) == 1
+            del asked[:]
+            os.kill(driver_pids()[0], signal.SIGKILL)
+            with pytest.raises(aionn.DriverDiedError):
+                while True:
+                    await right(burst, 4, 1024)
+            await right(burst, 5, 1024)
+            assert asked == []
+
+        def in_thread() -> None:
+            with compilation.blocking() as blocking:
+                assert blocking.compute(of(1024, 6))["x_out"][0] == 6
+
+        await asyncio.to_thread(in_thread)
+        assert asked == []
+
+
+async def test_memory_that_is_released_before_its_link_is_in_use_does_not_stay_with_the_driver() -> None:
+    async with compiled(identity(65536)) as compilation, compilation.burst() as burst:
+        await right(burst, 1)
+        connection: Any = burst._connection
+        before = mapped()
+        change = await connection.prepare(connection.link.serving)
+        own = connection.executor.frames
+        (size,) = own._pools
+        assert mapped() == before + 3  # two queues, and the memory of the frame for the second link
+        assert own._release(size)
+        change.commit()
+        await change.release_old()
+        await until(lambda: mapped() == before - 1)  # two queues for two, and no frame
+        await right(burst, 2)
+
+
+async def test_without_memory_for_the_first_frame_a_burst_opens_and_its_call_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with compiled(identity(65536)) as compilation:
+        whole = Region.allocate
+
+        def allocate(size_bytes: int, **others: Any) -> Region:
+            if size_bytes >= 2 * 65536 * 4:
+                raise MemoryAllocationError("no memory", needed_bytes=size_bytes, available_bytes=0)
+            return whole(size_bytes, **others)
+
+        monkeypatch.setattr(Region, "allocate", allocate)
+        async with compilation.burst() as burst:
+            with pytest.raises(MemoryAllocationError):
+                await right(burst, 1)
+            monkeypatch.undo()
+            await right(burst, 2)
+
+
+async def test_the_first_frame_goes_when_other_memory_is_used_instead() -> None:
+    arguments = Arguments(aionn.Model.from_onnx(identity(2**18)))
+    usual = arguments.usual_layout()
+    assert usual is not None
+    own = frames.Frames(2)
+    frames.expect(own, usual, 0)
+    frames.expect(own, usual, 0)
+    assert own.count()["frames"] == own.count()["free_frames"] == len(own.brought) == 1
+    smaller = Arguments(aionn.Model.from_onnx(identity(2**16)))
+    layout = smaller.usual_layout()
+    assert layout is not None
+    frame = await own.lease(layout)
+    assert own.count()["shared_bytes"] == layout.frame_bytes
+    assert own.brought == {}  # it is in use
+    frame.pins = 0
+    own.close()
+    assert Arguments(aionn.Model.from_onnx(identity("n"))).usual_layout() is None

@@ -338,6 +338,12 @@ class Arguments:
             raise CallerError(". Also, ".join(wrong))
         return tuple(chosen)
 
+    def usual_layout(self) -> FrameLayout | None:
+        """Return the layout that every request has if the model knows the shapes of all its inputs, else None."""
+        if self.values or any(operand.size_bytes is None for operand in self.model.inputs.values()):
+            return None
+        return self.layout(self.check_shapes({}))
+
     def _wrong_names(self, inputs: Mapping[str, Any]) -> str:
         given, wanted = set(inputs), set(self.names)
         problems = []

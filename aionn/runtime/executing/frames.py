@@ -20,7 +20,8 @@ Invariants
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -51,6 +52,7 @@ class Frames:
     Attributes:
         waiting: the callers that wait for a frame, by pool, those who came first first.
         loop: what the callers wait by.
+        regions: by slot.
         on_gone: called with the slot of memory that the driver need not keep mapped.
     """
 
@@ -65,7 +67,7 @@ class Frames:
         self.waiting: dict[FramePool, deque[asyncio.Future[MemoryFrame] | Waited[MemoryFrame]]] = {}
         self._pools: dict[int, FramePool] = {}  # by the size of their frames, the least recently used first
         self._used: set[FramePool] = set()  # since the last growth
-        self._regions: dict[int, Region] = {}
+        self.regions: dict[int, Region] = {}
         self._next_slot = 0
         self._foreign: dict[Region, int] = {}
         self._undo: dict[int, Callable[[], None]] = {}
@@ -77,7 +79,7 @@ class Frames:
     def pool(self, layout: FrameLayout, between_bytes: int = 0) -> FramePool:
         """Return the pool whose frames fit `layout`, and what lies between the steps of a plan."""
         pools = self._pools
-        size = self._size_for(layout.frame_bytes + between_bytes)
+        size = _size_among(pools, layout.frame_bytes + between_bytes)
         pool = pools.pop(size, None)
         if pool is None:
             if self._closed:
@@ -89,12 +91,6 @@ class Frames:
         self._last = layout, pool
         self._used.add(pool)
         return pool
-
-    def _size_for(self, own: int) -> int:
-        """Return the size of the frames for what needs so many bytes: that size, or a slightly larger one that exists."""
-        if own in self._pools:
-            return own
-        return min((size for size in self._pools if own < size <= own + own // 8), default=own)
 
     def _allocate(self, growing: FramePool, size_bytes: int) -> tuple[Region, int]:
         """Return new memory for a pool, and its slot. Other pools make room for it."""
@@ -126,7 +122,7 @@ class Frames:
 
     def _remove(self, slot: int) -> None:
         """Forget a region. The driver need not keep it mapped."""
-        self._regions.pop(slot, None)
+        self.regions.pop(slot, None)
         if self.on_gone is not None:
             self.on_gone(slot)
 
@@ -206,7 +202,7 @@ class Frames:
     def _add(self, region: Region) -> int:
         slot = self._next_slot
         self._next_slot += 1
-        self._regions[slot] = region
+        self.regions[slot] = region
         return slot
 
     def slot_of(self, region: Region) -> int:
@@ -223,9 +219,15 @@ class Frames:
         self._undo.pop(slot, None)
         self._remove(slot)
 
+    @property
+    def brought(self) -> dict[int, Region]:
+        """The memory by slot of the frame that the next request mostly takes, if one is free."""
+        frame = None if self._last is None else self._last[1].used_last
+        return {} if frame is None else {frame.slot: frame.region}
+
     async def get_memories(self, slots: Sequence[int]) -> Sequence[IMemory]:
         try:
-            return [self._regions[slot] for slot in slots]
+            return [self.regions[slot] for slot in slots]
         except KeyError:
             raise CallerError(f"burst memories {list(slots)}: one of these slots is not in use") from None
 
@@ -252,7 +254,7 @@ class Frames:
         """Use new frames from now on. A driver may still write into the old ones, and its answers do not reach this process any more."""
         for pool in self._pools.values():
             for slot in pool.regions:
-                self._regions.pop(slot, None)
+                self.regions.pop(slot, None)
             pool.close()
         self._pools.clear()
         self._used.clear()
@@ -269,7 +271,24 @@ class Frames:
             pool.close()
         self._pools.clear()
         self._used.clear()
-        self._regions.clear()
+        self.regions.clear()
+
+
+def _size_among(sizes: Collection[int], own: int) -> int:
+    """Return the size of the frames for what needs so many bytes: that size, or a slightly larger one that exists."""
+    return own if own in sizes else min((size for size in sizes if own < size <= own + own // 8), default=own)
+
+
+def expect(frames: Frames, layout: FrameLayout, between_bytes: int) -> None:
+    """Have a frame of that layout ready, so that its memory goes to the driver together with the burst (`Frames.brought`).
+
+    It is the first frame of most bursts. Another pool that grows may release it. Without memory the first lease says so.
+    """
+    if frames.count()["frames"] == 0:
+        pool = frames.pool(layout, between_bytes)
+        with suppress(MemoryAllocationError):
+            pool.unpin(pool.lease())
+        frames.outgrown(pool)
 
 
 def _fail_late(waiter: asyncio.Future[MemoryFrame] | Waited[MemoryFrame]) -> None:

@@ -33,8 +33,9 @@ from aionn.pages.app_layout import DRIVER_BUSY_NS
 from aionn.pages.app_page import BurstSlot
 from aionn.remote.device import RemoteBuffer, RemoteBurstContext, RemotePreparedModel
 from aionn.runtime.executing.arguments import FrameLayout
-from aionn.runtime.executing.execution import Execution
+from aionn.runtime.executing.execution import Execution, Executor, between_bytes
 from aionn.runtime.executing.frames import Frames
+from aionn.runtime.executing.frames import expect as expect_frame
 from aionn.runtime.executing.placement import Placement
 
 if TYPE_CHECKING:
@@ -186,6 +187,12 @@ class Link:
             part.prepared.device.connection.cancel_when_ended(part.controller)
             part.controller.end(error)
 
+    def forget_outdated(self) -> None:
+        """Let the drivers unmap memory that has come with the link, and has been released before the link was in use."""
+        for slot in {slot for part in self._parts for slot in part.context.brought}:
+            if slot not in self._frames.regions:
+                self.forget_memory(slot)
+
     def forget_memory(self, slot: int) -> None:
         """Let the drivers unmap an app's memory that has been closed, perhaps by the collector in another thread."""
         for part in self._parts:
@@ -290,20 +297,22 @@ Reach = Callable[[RemotePreparedModel], Awaitable[RemotePreparedModel]]
 
 
 async def open_link(
-    serving: Serving, compiled: CompiledModel, frames: Frames, options: LinkOptions, counts: BurstSlot, reach: Reach | None = None
+    serving: Serving, compiled: CompiledModel, executor: Executor, options: LinkOptions, reach: Reach | None = None
 ) -> Link:
-    """Connect to the drivers of `serving`. `counts`: what the burst's requests are counted in.
+    """Connect to the drivers of `serving`. `executor`: of the burst's executions.
 
     Raises:
         AionnError: a driver is gone, or cannot open a burst; nothing is left.
     """
-    prepared = serving.prepared
+    prepared, frames, counts = serving.prepared, executor.frames, executor.counts
+    usual = executor.arguments.usual_layout()
+    expect = None if usual is None else partial(expect_frame, frames, usual, between_bytes(serving, usual))
     if isinstance(prepared, RemotePreparedModel):
-        return Link(serving, [await _part(prepared, frames, options, counts, reach)], compiled, frames)
+        return Link(serving, [await _part(prepared, frames, options, counts, expect, reach)], compiled, frames)
     parts: list[DriverQueues] = []
     try:
         for step in prepared.steps:  # a request counts once
-            parts.append(await _part(step.prepared, frames, options, BurstSlot() if parts else counts, reach))
+            parts.append(await _part(step.prepared, frames, options, BurstSlot() if parts else counts, expect, reach))
     except BaseException:
         for part in parts:
             part.controller.end(CallerError("the burst could not be opened"))
@@ -333,9 +342,14 @@ async def _close_context(context: RemoteBurstContext) -> None:
 
 
 async def _part(
-    prepared: RemotePreparedModel, frames: Frames, options: LinkOptions, counts: BurstSlot, reach: Reach | None
+    prepared: RemotePreparedModel,
+    frames: Frames,
+    options: LinkOptions,
+    counts: BurstSlot,
+    expect: Callable[[], None] | None,
+    reach: Reach | None,
 ) -> DriverQueues:
-    """Connect to the driver of a prepared model, with queues that suit it."""
+    """Connect to the driver of a prepared model, with queues that suit it. `expect`: makes the first frame, if its layout is known."""
     if reach is not None:
         prepared = await reach(prepared)
     operands = (*prepared.inputs.values(), *prepared.outputs.values())
@@ -355,6 +369,8 @@ async def _part(
         loop=frames.loop,
     )
     try:
+        if expect is not None:
+            expect()  # after the queues, which are needed more, if descriptors are few
         context = await prepared.configure_execution_burst(frames, requests.descriptor(), results.descriptor(), options.anticipate)
     except BaseException:
         controller.end(CallerError("the burst could not be opened"))

@@ -48,7 +48,7 @@ class AnyConnection:
     def __init__(self, compiled: CompiledModel, executor: Executor, options: LinkOptions, model: str) -> None:
         self._compiled = compiled
         self._options = options
-        self._link_to = partial(open_link, compiled=compiled, frames=executor.frames, options=options, counts=executor.counts)
+        self._link_to = partial(open_link, compiled=compiled, executor=executor, options=options)
         self.executor = executor
         self.link: Link | None = None
         self.usual: tuple[FrameLayout, FramePool, Link] | tuple[None, None, None] = _NOTHING
@@ -120,6 +120,7 @@ class AnyConnection:
         before, self.link = self.link, link
         self._held[:] = [link]
         self.executor.frames.on_gone = link.forget_memory
+        link.forget_outdated()
         self.executor.counts.add(CONNECTIONS, 1)
         if self.executor.shown is not None:
             self.executor.shown.on(link.serving.device, link.serving.stage)

@@ -75,6 +75,7 @@ class BurstConnection(AnyConnection):
             await self._connect(None)
         except BaseException:
             self._open = False
+            self.executor.frames.renew()  # nothing is left of an opening that failed
             raise
         self._compiled.members.add(self)
 
