@@ -41,6 +41,7 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
 
 from aionn.testing import FakeDevice
 from aionn.testing.fake_engine import SecondFakeEngine
+from tests import apps
 from tests.real_models import carried  # after that line: it may be asked for a file while modules are collected
 
 # How fast examples are made and run is the machine's business, and no failure.
@@ -54,7 +55,7 @@ pytest_plugins = ["tests.runs"]
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--every-case", action="store_true", help="run all combinations of parameters, and async tests on both event loops")
     parser.addoption(
-        "--real-starts", action="store_true", help="let each test start its drivers as an app does, without a template that is kept"
+        "--real-starts", action="store_true", help="let each test start its drivers and its apps by exec, without templates that are kept"
     )
 
 
@@ -222,11 +223,24 @@ def drivers_are_copies(request: pytest.FixtureRequest) -> Iterator[None]:
     template.end_unused()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def apps_are_copies(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The apps that tests start with `tests.apps` are copies of one template, except with `--real-starts`."""
+    if request.config.option.real_starts:
+        yield
+        return
+    apps.template = apps.AppTemplate()
+    yield
+    apps.template.end()
+    apps.template = None
+
+
 @pytest.fixture
-def real_starts() -> Iterator[None]:
-    """The test has what an app has: its first driver is started by exec, and leaves the template of the others."""
+def real_starts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The test has what an app has: its first driver is started by exec, and leaves the template of the others. So are its apps."""
     from aionn.runtime.processes import template
 
+    monkeypatch.setattr(apps, "template", None)
     here = template._here
     kept, users = here.template, here.users
     here.template, here.users = None, type(users)()

@@ -27,6 +27,7 @@ from PIL import Image
 
 import aionn
 from aionn.testing import FakeDevice, identity_model
+from tests.apps import App, run_app
 from tests.leaks import leak_check, processes_with
 
 ROOT = Path(__file__).parent.parent
@@ -46,7 +47,7 @@ def example(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     mark = uuid.uuid4().hex
     command = [sys.executable, "-W", "error", str(EXAMPLES / name), *arguments]
     environment = {**os.environ, "AIONN_TEST_MARK": mark}
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=100, stdin=subprocess.DEVNULL, env=environment)
+    ran = run_app(command, capture_output=True, text=True, timeout=100, stdin=subprocess.DEVNULL, env=environment)
     assert processes_with("AIONN_TEST_MARK", mark) == []
     return ran
 
@@ -122,7 +123,7 @@ def test_voice_activity_finds_no_speech_in_silence(tmp_path: Path) -> None:
 def test_progress_is_shown_on_a_terminal_and_only_there(tmp_path: Path) -> None:
     soundfile.write(tmp_path / "silence.wav", np.zeros(16_000 * 4), 16_000)
     terminal, side = pty.openpty()
-    process = subprocess.Popen(
+    process = App(
         [sys.executable, str(EXAMPLES / "voice_activity.py"), str(tmp_path / "silence.wav"), "--json"],
         stdout=subprocess.PIPE,
         stderr=side,
@@ -182,7 +183,7 @@ def test_an_answer_that_cannot_be_written_is_exit_code_1_without_a_traceback(std
         os.close(reading)
     program = "import sys; from answers import print_answer; sys.exit(print_answer('example.py', 'found'))"
     environment = {**os.environ, "PYTHONPATH": str(EXAMPLES), "PYTHONUNBUFFERED": unbuffered}
-    ran = subprocess.run([sys.executable, "-c", program], stdout=output, stderr=subprocess.PIPE, text=True, timeout=60, env=environment)
+    ran = run_app([sys.executable, "-c", program], stdout=output, stderr=subprocess.PIPE, text=True, timeout=60, env=environment)
     os.close(output)
     assert ran.returncode == 1
     assert ran.stderr == (f"example.py: the answer cannot be written: {told}\n" if told else "")
@@ -205,7 +206,7 @@ def test_a_wrong_option_is_exit_code_2() -> None:
 def test_ctrl_c_ends_voice_activity_at_once_without_a_traceback(tmp_path: Path) -> None:
     soundfile.write(tmp_path / "long.wav", np.zeros(8_000 * 1200), 8_000)
     terminal, side = pty.openpty()
-    process = subprocess.Popen(
+    process = App(
         [sys.executable, str(EXAMPLES / "voice_activity.py"), str(tmp_path / "long.wav")],
         stdout=subprocess.PIPE,
         stderr=side,

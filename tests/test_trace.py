@@ -20,6 +20,7 @@ from aionn import trace
 from aionn.pages.page import DriverPage, PageReader
 from aionn.testing import identity_model
 from tests import trace_format
+from tests.apps import App
 
 INPUTS = {"input": np.arange(16, dtype=np.float32).reshape(1, 16)}
 
@@ -120,7 +121,7 @@ def test_of_processes_that_write_one_file_the_last_ones_stays_whole(tmp_path: Pa
         writers = []
         for number in range(4):
             command = [sys.executable, "-c", WRITER, str(path), str(number), str(20_000 - 4000 * number)]
-            writers.append(stack.enter_context(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)))
+            writers.append(stack.enter_context(App(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)))
         for writer in writers:
             assert writer.stdout is not None
             assert writer.stdout.readline() == b"ready\n"

@@ -20,6 +20,7 @@ import pytest
 import aionn
 from aionn.adapters.livekit import AionnInferenceExecutor, OnnxMethod
 from aionn.testing import FakeDevice, identity_model
+from tests.apps import App
 from tests.docs.pages import programs
 from tests.docs.worlds import fill
 from tests.leaks import leak_check
@@ -200,7 +201,7 @@ async def test_mistakes_get_a_sentence(fake: FakeDevice) -> None:
 def test_jobs_that_livekit_forks_share_one_driver_and_go_on_after_its_death(served: Served) -> None:
     command = [sys.executable, "-W", "ignore", "-m", "tests.adapters.livekit_app", served.path]
     drivers = []
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as app:
+    with App(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as app:
         assert app.stdin is not None
         assert app.stdout is not None
         try:

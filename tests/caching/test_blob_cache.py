@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from aionn.caching.blob_cache import BlobCache, Capacity, Limits, Policy, Victim
 from aionn.errors import CallerError
+from tests.apps import App
 
 SMALL = Limits(max_total_bytes=13, max_key_bytes=6, max_value_bytes=8)  # BlobCache_test.cpp
 NN = Limits(max_total_bytes=2 << 20, max_key_bytes=12 << 10, max_value_bytes=64 << 10)  # nnCache_test.cpp
@@ -346,7 +347,7 @@ print(all(kept), flush=True)
 def test_two_processes_lose_none_of_twenty_keys_and_no_reader_misses_one_during_their_saves(tmp_path: Path, open_cache: Open) -> None:
     """AOSP: the last writer of the whole file wins, so 10 of 20 are gone. A reader finds the file absent or short in half of its looks."""
     command = [sys.executable, "-c", CHILD, str(tmp_path / "blobs.sqlite"), str(tmp_path / "state")]
-    children = [subprocess.Popen([*command, name], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for name in "AB"]
+    children = [App([*command, name], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for name in "AB"]
     for child in children:
         assert child.stdout is not None
         assert child.stdout.readline() == "saving\n"

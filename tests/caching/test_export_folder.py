@@ -12,6 +12,7 @@ import pytest
 
 from aionn.caching import private_folder
 from aionn.caching.private_folder import clean_up, left_folders, make_folder, name_folder, remove_folder
+from tests.apps import App
 
 
 @pytest.fixture
@@ -57,7 +58,7 @@ def test_a_held_folder_stays_until_its_holder_is_killed(places: Path) -> None:
     """The lock decides, and no number of a process, which another container may have given to another process."""
     code = "import sys\nfrom aionn.caching.private_folder import hold\nfd = hold(sys.argv[1])\nprint(flush=True)\nsys.stdin.read()"
     path = name_folder()
-    holder = subprocess.Popen([sys.executable, "-c", code, path], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    holder = App([sys.executable, "-c", code, path], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert holder.stdout is not None
     holder.stdout.readline()
     assert os.stat(path).st_mode & 0o777 == 0o700

@@ -21,6 +21,7 @@ from aionn.caching.store import CacheStore, Hit, Miss
 from aionn.hal.engine import Artifact
 from aionn.hal.interfaces import CacheHandles
 from aionn.hal.types import CacheFiles
+from tests.apps import App, run_app
 from tests.caching.entries import FILES, expected, fill, generations, read, stored, wanted
 
 
@@ -35,7 +36,7 @@ from tests.caching.entries import FILES, expected, fill, generations, read, stor
 )
 def test_a_process_killed_before_any_act_leaves_the_old_entry_or_the_new(scenario: str, start: int, step: int, quick_disk: Path) -> None:
     command = [sys.executable, "-m", "tests.caching.crash", scenario, str(quick_disk), str(start), str(step)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=110)
+    done = run_app(command, capture_output=True, text=True, check=False, timeout=110)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) * step > 20
 
@@ -200,10 +201,7 @@ for _ in range(20):
 def test_two_processes_that_save_one_token_into_the_same_files_end_with_a_valid_entry(tmp_path: Path) -> None:
     """Two drivers, started together on a state directory that is not there yet, overwrite each other twenty times."""
     paths = [tmp_path / "m", tmp_path / "d"]
-    savers = [
-        subprocess.Popen([sys.executable, "-c", SAVER, str(tmp_path / "state"), *map(str, paths), name], stdin=subprocess.PIPE)
-        for name in "AB"
-    ]
+    savers = [App([sys.executable, "-c", SAVER, str(tmp_path / "state"), *map(str, paths), name], stdin=subprocess.PIPE) for name in "AB"]
     for saver in savers:
         assert saver.stdin is not None
         saver.stdin.write(b"\n")

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import anyio
 import pytest
 
 from aionn.caching.store.locks import CompileQueues, EntryHold, hold_now, sole_holder, wait_to_hold
+from tests.apps import App
 
 pytestmark = [pytest.mark.anyio, pytest.mark.both_loops]
 
@@ -136,8 +136,7 @@ async def test_the_kernel_frees_the_lock_of_a_process_that_is_killed(path: str, 
         "assert hold is not None; print('held', flush=True); sys.stdin.read()"
     )
     command = [sys.executable, "-c", program, path, mode]
-    start: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen
-    with start(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+    with App(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert await anyio.to_thread.run_sync(process.stdout.readline) == b"held\n"
         assert hold_now(path, "write") is None

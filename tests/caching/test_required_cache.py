@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import pytest
 import aionn
 from aionn.errors import CallerError
 from aionn.testing import FakeDevice, identity_model
+from tests.apps import run_app
 from tests.caching.required_cache import FAULTS, MODES
 
 ROOT = Path(__file__).parents[2]
@@ -40,7 +40,7 @@ USUAL = {"loose", "read_only_with_another_model", "read_only_with_the_model", "f
 def ran(fault: str, directory: Path) -> dict[tuple[str, str], tuple[str, str]]:
     """Return where an app heard of the fault, and the sentence, by mode and by whether the app requires the cache."""
     command = [sys.executable, "-m", "tests.caching.required_cache", fault, str(directory)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    done = run_app(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode == 77:
         pytest.skip(f"the system does not allow it: {done.stderr}")
     assert done.returncode == 0, done.stderr

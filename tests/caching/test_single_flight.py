@@ -12,6 +12,7 @@ import pytest
 
 from aionn.caching import CacheOutcomeKind
 from aionn.caching.store import CacheStore, Hit, Miss
+from tests.apps import App
 from tests.caching.entries import contents, expected, fill, read, wanted
 
 EXPECTED = b"".join(expected(b"artifact")).hex()
@@ -30,7 +31,7 @@ class Fleet:
     def start(self, number: int, wait_s: float = 60.0) -> None:
         for _ in range(number):
             command = [sys.executable, "-m", "tests.caching.compiler", str(self._directory), str(wait_s)]
-            member = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=self._tell, text=True)
+            member = App(command, stdin=subprocess.PIPE, stdout=self._tell, text=True)
             self.members[member.pid] = member
 
     def next(self, *words: str) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -15,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.apps import run_app
 
 ROOT = Path(__file__).parent.parent.parent
 NEVER_JUDGED = ("cpu pressure",)
@@ -52,7 +53,7 @@ class Clinic:
         command = [*prefix, sys.executable, "-m", "aionn", "doctor", "--json", "--state-dir", str(self.state), *arguments]
         environment = {**os.environ, "PYTHONPATH": str(ROOT), **self.environment}
         with nullcontext() if self.alone else among_doctors(fcntl.LOCK_SH):
-            done = subprocess.run(command, cwd=self.directory, env=environment, capture_output=True, text=True, timeout=100)
+            done = run_app(command, cwd=self.directory, env=environment, capture_output=True, text=True, timeout=100)
         assert "Traceback" not in done.stderr, done.stderr
         assert done.stdout, done.stderr
         told = json.loads(done.stdout)

@@ -15,6 +15,7 @@ from typing import TypeVar
 import httpx
 import psutil
 
+from tests.apps import App
 from tests.leaks import processes_with
 from tests.runs import measured
 
@@ -80,7 +81,7 @@ def serving(kind: type[S], *arguments: str, prefix: tuple[str, ...] = ()) -> Ite
     mark = uuid.uuid4().hex
     command = [*prefix, sys.executable, *measured(), "-m", "aionn", *arguments]
     environment = {**os.environ, MARK: mark}
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment)
+    process = App(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment)
     with process:
         try:
             yield kind(process, mark)

@@ -21,6 +21,7 @@ from onnx import TensorProto, helper
 from aionn.cli import main
 from aionn.cli.printing import ago, duration, size
 from aionn.testing import FakeDevice, identity_model
+from tests.apps import App
 from tests.leaks import driver_pids, wait_for_end
 from tests.runtime.values_models import linear_classifier, passing
 from tests.scaled_model import scaled_model
@@ -38,7 +39,7 @@ class Terminal:
 
     def start(self, *arguments: str, **options: Any) -> subprocess.Popen[str]:
         options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
-        return subprocess.Popen([sys.executable, "-m", "aionn", *arguments], cwd=self.directory, env=self.environment, text=True, **options)
+        return App([sys.executable, "-m", "aionn", *arguments], cwd=self.directory, env=self.environment, text=True, **options)
 
     def run(self, *arguments: str, code: int = 0) -> tuple[str, str]:
         """What it said on stdout and stderr."""

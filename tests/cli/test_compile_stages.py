@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import pytest
 
 import aionn
 from aionn.testing import FakeDevice, identity_model
+from tests.apps import run_app
 from tests.real_models import carried
 
 
@@ -24,16 +24,17 @@ def state_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def aionn_compile(*arguments: str, code: int = 0) -> tuple[str, str]:
-    done = subprocess.run([sys.executable, "-m", "aionn", "compile", *arguments], capture_output=True, text=True, timeout=100)
+    done = run_app([sys.executable, "-m", "aionn", "compile", *arguments], capture_output=True, text=True, timeout=100)
     assert done.returncode == code, (done.stdout, done.stderr)
     assert "Traceback" not in done.stderr
     return done.stdout, done.stderr
 
 
 def aionn_cache(*arguments: str) -> str:
-    done = subprocess.run([sys.executable, "-m", "aionn", "cache", *arguments], capture_output=True, text=True, timeout=100)
+    done = run_app([sys.executable, "-m", "aionn", "cache", *arguments], capture_output=True, text=True, timeout=100)
     assert (done.returncode, done.stderr) == (0, ""), done.stdout
-    return done.stdout
+    printed: str = done.stdout
+    return printed
 
 
 def test_real_engines_are_stored_and_compared(tmp_path: Path) -> None:

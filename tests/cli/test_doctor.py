@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.apps import App
 from tests.cli.doctor_runs import ROOT, Clinic, RealCgroup, among_doctors, with_limit
 from tests.leaks import wait_for_end
 
@@ -206,9 +207,7 @@ def test_an_orphan_driver_fails_alone_and_fix_kills_it_and_no_other(clinic: Clin
 
     def start() -> tuple[subprocess.Popen[bytes], int]:
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        app = subprocess.Popen(
-            [sys.executable, "-m", "tests.cli.orphaning_app"], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-        )
+        app = App([sys.executable, "-m", "tests.cli.orphaning_app"], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         assert app.stdout is not None
         driver = int(app.stdout.readline().split()[1])
         assert app.stdout.readline() == b"orphaning\n", "its driver stands still from now on"

@@ -16,6 +16,7 @@ import pytest
 from aionn.cli import main
 from aionn.cli.printing import print_table, show_warnings
 from aionn.testing import FakeDevice, identity_model
+from tests.apps import run_app
 from tests.leaks import leak_check
 
 KEY = "cd83648c1df2dde2"
@@ -153,6 +154,6 @@ def test_closed_standard_descriptors_do_not_end_an_app(closed: tuple[int, ...], 
         "aionn.run(main)\n"
     )
     with leak_check():
-        ran = subprocess.run([sys.executable, "-c", app], cwd=tmp_path, timeout=60, env={**os.environ, "PYTHONWARNINGS": "ignore"})
+        ran = run_app([sys.executable, "-c", app], cwd=tmp_path, timeout=60, env={**os.environ, "PYTHONWARNINGS": "ignore"})
     assert ran.returncode == 0
     assert (tmp_path / "answer").read_text(encoding="utf-8") == "2.0"

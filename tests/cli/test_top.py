@@ -35,6 +35,7 @@ from aionn.pages.app_layout import DEVICE_COUNTERS, DROPPED, PID, SENT, Kind
 from aionn.pages.app_page import AppPage, close_page, open_page
 from aionn.pages.layout import percentile_s
 from aionn.testing import FakeDevice, identity_model
+from tests.apps import run_app
 from tests.pages.processes import program
 
 pytestmark = pytest.mark.usefixtures("surroundings")
@@ -98,7 +99,7 @@ def command(*arguments: object) -> list[str]:
 
 def ran(*arguments: object, code: int = 0, **options: Any) -> tuple[str, str]:
     """What the command said on stdout and stderr."""
-    done = subprocess.run(command(*arguments), capture_output=True, text=True, timeout=60, check=False, **options)
+    done = run_app(command(*arguments), capture_output=True, text=True, timeout=60, check=False, **options)
     assert done.returncode == code, done
     assert "Traceback" not in done.stderr
     return done.stdout, done.stderr

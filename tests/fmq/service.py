@@ -22,6 +22,7 @@ import uvloop
 
 from aionn.fmq import MessageQueue, MQDescriptor, MQFlavor
 from aionn.hal.queues import GrantorDescriptor
+from tests.apps import App
 from tests.fmq.queues import words_of
 
 ROOT = Path(__file__).parents[2]
@@ -77,7 +78,7 @@ def peer() -> Iterator[Peer]:
     with ours:
         with theirs:
             command = [sys.executable, "-m", "tests.fmq.service", str(theirs.fileno())]
-            process = subprocess.Popen(command, pass_fds=[theirs.fileno()], cwd=ROOT)
+            process = App(command, pass_fds=[theirs.fileno()], cwd=ROOT)
         try:
             yield Peer(process, ours)
         finally:

@@ -35,6 +35,7 @@ from aionn.caching.outcomes import CacheOutcome, CacheOutcomeKind, MissReason, R
 from aionn.caching.store import CacheStore
 from aionn.caching.store.locks import hold_now
 from aionn.testing import FakeDevice, identity_model
+from tests.apps import App
 from tests.journeys.silero import Arrays, Directly
 from tests.leaks import ended, leak_check
 from tests.scaled_model import scaled_model
@@ -610,7 +611,7 @@ class Apps:
 
     def start(self, number: int) -> None:
         for _ in range(number):
-            process = subprocess.Popen(self._command, cwd=ROOT, stdout=subprocess.PIPE)
+            process = App(self._command, cwd=ROOT, stdout=subprocess.PIPE)
             self.processes.append(process)
 
     def told(self) -> list[dict[str, Any]]:

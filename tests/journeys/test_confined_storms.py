@@ -17,6 +17,7 @@ import pytest
 
 import aionn
 from aionn.errors import AionnError
+from tests.apps import App
 from tests.journeys.silero import Arrays, Directly, assert_same, still, windows
 from tests.leaks import driver_pids, ended, leak_check, processes_with, wait_for_end
 from tests.sandbox.confinement import assert_confined, serving
@@ -45,7 +46,7 @@ def test_killed_apps_leave_no_confined_driver(silero_path: Path, tmp_path: Path,
     moments = random.Random(16)
     with leak_check():
         for _ in range(APPS):
-            app = subprocess.Popen(
+            app = App(
                 [sys.executable, "-m", "tests.journeys.storming_app", str(silero_path), str(tmp_path / "cache")],
                 cwd=ROOT,
                 stdin=subprocess.DEVNULL,

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.apps import run_app
 from tests.leaks import leak_check
 
 ROOT = Path(__file__).parent.parent.parent
@@ -25,7 +25,7 @@ EXIT_CODES = {"return": 0, "raise": 1, "multiprocessing": 0}
 )
 def test_a_child_of_fork_touches_nothing_of_its_parents(child: str, load: str, loop: str, tmp_path: Path) -> None:
     with leak_check():
-        app = subprocess.run(
+        app = run_app(
             [sys.executable, "-W", "ignore:.*fork.*:DeprecationWarning", "-m", "tests.journeys.forking_app", child, loop, load, tmp_path],
             cwd=ROOT,
             capture_output=True,

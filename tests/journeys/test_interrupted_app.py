@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.apps import App
 from tests.leaks import leak_check, processes_below, wait_for_end
 from tests.reaper import PR_SET_CHILD_SUBREAPER
 
@@ -32,7 +33,7 @@ def shm_names(app: int) -> list[str]:
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda how: how.name)
 def test_an_app_that_is_ended_leaves_no_driver(silero_path: Path, how: signal.Signals, doing: str, loop: str) -> None:
     with leak_check():
-        app = subprocess.Popen(
+        app = App(
             [sys.executable, "-W", "error", "-m", "tests.journeys.streaming_app", str(silero_path), doing, loop],
             cwd=ROOT,
             stdin=subprocess.DEVNULL,
@@ -100,7 +101,7 @@ def subreaper() -> Iterator[None]:
 def test_a_driver_ends_with_its_app_although_another_process_holds_the_socket_open() -> None:
     with leak_check():
         below: list[int] = []
-        app = subprocess.Popen([sys.executable, "-c", HOLDING_APP], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        app = App([sys.executable, "-c", HOLDING_APP], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert app.stdout is not None
         assert app.stdin is not None
         try:

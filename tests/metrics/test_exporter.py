@@ -21,6 +21,7 @@ from aionn.cli.metrics import print_metrics, serve_metrics
 from aionn.cli.printing import NotDoneError, UsageError, address_of
 from aionn.metrics import AllRuntimes
 from aionn.pages.finding import find_page
+from tests.apps import App, run_app
 from tests.leaks import leak_check
 from tests.metrics.samples import families, value, values
 from tests.metrics.workers import SERVER, WRITER, Worker
@@ -188,7 +189,7 @@ def _listener() -> socket.socket:
 # ---- the command ---------------------------------------------------------------------------------------------------------------------
 
 
-aionn = partial(subprocess.run, capture_output=True, text=True, timeout=60)
+aionn = partial(run_app, capture_output=True, text=True, timeout=60)
 COMMAND = [sys.executable, "-m", "aionn", "metrics"]
 
 
@@ -211,7 +212,7 @@ def test_the_command_prints_what_is_there_now(capsys: pytest.CaptureFixture[str]
 
 def test_the_command_serves_until_it_is_ended() -> None:
     with Worker(WRITER, NAME) as worker:
-        server = subprocess.Popen([*COMMAND, "--listen", "127.0.0.1:0"], stderr=subprocess.PIPE, text=True)
+        server = App([*COMMAND, "--listen", "127.0.0.1:0"], stderr=subprocess.PIPE, text=True)
         try:
             assert server.stderr is not None
             url = server.stderr.readline().split()[-1]
@@ -235,7 +236,7 @@ def test_the_command_serves_until_it_is_ended() -> None:
 def test_kills_of_apps_that_are_read_and_of_the_exporter_leave_nothing() -> None:
     """Row O3: an app ends by SIGKILL while the exporter reads it, then the exporter ends so. Neither disturbs another process."""
     with leak_check(), Worker(WRITER, NAME) as other:
-        server = subprocess.Popen([*COMMAND, "--listen", "127.0.0.1:0"], stderr=subprocess.PIPE, text=True)
+        server = App([*COMMAND, "--listen", "127.0.0.1:0"], stderr=subprocess.PIPE, text=True)
         try:
             assert server.stderr is not None
             url = server.stderr.readline().split()[-1]

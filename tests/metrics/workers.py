@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.apps import App
+
 # Counts on a page without a runtime, so it starts at once. `N` counts N executions, `close` closes the page and opens another one.
 WRITER = """
 import sys
@@ -70,7 +72,7 @@ class Worker:
     def __init__(self, source: str, name: str) -> None:
         environment = dict(os.environ, PYTHONPATH=str(Path(__file__).parents[2]))
         command = [sys.executable, "-c", source, name]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+        self.process: subprocess.Popen[str] = App(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
 
     def __enter__(self) -> Worker:
         return self.ready()

@@ -8,12 +8,14 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
+from tests.apps import App
+
 
 @contextmanager
 def program(source: str, *arguments: object) -> Iterator[subprocess.Popen[str]]:
     """Run Python source in a process, which has said a line when the body begins, and which is gone when it has ended."""
     command = [sys.executable, "-c", source, *map(str, arguments)]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    process = App(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdin is not None
     assert process.stdout is not None
     try:

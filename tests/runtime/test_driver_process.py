@@ -23,6 +23,7 @@ from aionn.hal import Needs
 from aionn.runtime.processes import process as process_module
 from aionn.runtime.processes.devices import Devices
 from aionn.testing import FakeDevice, identity_model
+from tests.apps import App
 from tests.leaks import driver_pids, ended, leak_check
 from tests.real_models import carried
 
@@ -422,7 +423,7 @@ asyncio.run(main())
 def test_an_app_drains_on_its_drivers_when_its_process_group_is_signalled(number: signal.Signals) -> None:
     """systemd, `timeout` and `tini -g` signal the whole group; the app answers what it has begun, and its drivers end with it."""
     with leak_check():
-        app = subprocess.Popen([sys.executable, "-c", DRAINING_APP], stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
+        app = App([sys.executable, "-c", DRAINING_APP], stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
         try:
             assert app.stdout is not None
             assert app.stdout.readline() == b"at work\n"

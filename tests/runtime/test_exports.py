@@ -16,6 +16,7 @@ import pytest
 import aionn
 from aionn.caching.private_folder import left_folders
 from aionn.testing import identity_model
+from tests.apps import App
 from tests.leaks import leak_check
 from tests.runtime.exporting_engine import ExportingEngine, LitteringEngine, ReachingEngine
 from tests.runtime.printing_engine import SilentEngine
@@ -131,7 +132,7 @@ def killed_app(tmp_path: Path) -> Path:
     """Run an app with such an engine and kill it. Returns the folder of its driver."""
     (model := tmp_path / "model.onnx").write_bytes(identity_model())
     command = [sys.executable, "-c", APP, str(model), named(LitteringEngine)]
-    app = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    app = App(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert app.stdout is not None
     folder = Path(app.stdout.readline().strip())
     assert len(list(folder.iterdir())) == 1

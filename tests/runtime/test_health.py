@@ -7,7 +7,6 @@ import gc
 import os
 import re
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -30,6 +29,7 @@ from aionn.runtime.health import CompilationHealth
 from aionn.runtime.processes import liveness
 from aionn.runtime.processes.liveness import Evidence, StallJudge
 from aionn.testing import FakeDevice, identity_model
+from tests.apps import run_app
 from tests.leaks import driver_pids, leak_check
 from tests.runtime.uneven_engine import UnevenEngine
 from tests.stopping import stop
@@ -590,7 +590,7 @@ async def main():
     print(runtime.health(), runtime.health().live)
 asyncio.run(main())
 """
-    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    ran = run_app([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
     lines = ran.stdout.splitlines()
     assert lines[0] == "0"
     assert lines[1] == "the runtime is closed: an internal error has ended it (KeyError('a defect')) False", ran

@@ -18,6 +18,7 @@ from aionn import trace
 from aionn.caching.store import CacheStore
 from aionn.caching.store.locks import hold_now, sole_holder
 from aionn.testing import FakeDevice, identity_model
+from tests.apps import App
 from tests.leaks import leak_check
 from tests.runtime.staged_streams import SHAPE, frame
 
@@ -191,4 +192,4 @@ async def test_two_processes_that_jit_one_entry_at_once_compile_it_once(device: 
 
 
 def _start(command: list[str], times: int) -> list[subprocess.Popen[bytes]]:
-    return [subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE) for _ in range(times)]
+    return [App(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE) for _ in range(times)]

@@ -18,6 +18,7 @@ from aionn.runtime.serving.serving import Use
 from aionn.runtime.staging import stages
 from aionn.runtime.staging.stages import until_frequent
 from aionn.testing import FakeDevice, identity_model
+from tests.apps import App
 from tests.leaks import leak_check
 from tests.runtime.staged_streams import SHAPE, frame, staged
 
@@ -145,9 +146,7 @@ except KeyboardInterrupt:
 @pytest.mark.parametrize(("number", "kept"), [(signal.SIGKILL, 0), (None, 4)])
 async def test_a_killed_app_spoils_nothing_that_is_counted(tmp_path: Path, number: signal.Signals | None, kept: int) -> None:
     for starts in (1, 2):
-        app = subprocess.Popen(  # noqa: ASYNC220 -- nothing else runs in this loop
-            [sys.executable, "-c", APP, str(tmp_path / "cache")], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
+        app = App([sys.executable, "-c", APP, str(tmp_path / "cache")], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert app.stdin is not None
         assert app.stdout is not None
         with app:

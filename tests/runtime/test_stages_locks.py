@@ -15,6 +15,7 @@ import pytest
 import aionn
 from aionn.caching.outcomes import Refusal
 from aionn.caching.store import CacheStore
+from tests.apps import App
 from tests.leaks import processes_with, wait_for_end
 from tests.runtime.staging_app import BEST, MODEL
 
@@ -40,7 +41,7 @@ async def test_processes_killed_at_random_never_spoil_the_entry_they_share(
     def start(mode: str) -> subprocess.Popen[bytes]:
         with log.open("ab") as output:
             command = [sys.executable, "-m", "tests.runtime.staging_app", mode, str(cache_dir)]
-            return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+            return App(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
 
     def told(*kinds: str) -> list[str]:
         lines = log.read_text(encoding="utf-8").splitlines()

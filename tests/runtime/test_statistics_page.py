@@ -24,6 +24,7 @@ from aionn.pages.finding import FoundPage, find_page
 from aionn.pages.page import BEAT_S
 from aionn.pages.process_use import of_each_process
 from aionn.testing import FakeDevice, identity_model
+from tests.apps import App
 from tests.leaks import driver_pids, leak_check
 from tests.pages.processes import memfds
 from tests.stopping import kill_under
@@ -210,7 +211,7 @@ asyncio.run(main())
 
 
 def begin() -> subprocess.Popen[str]:
-    process = subprocess.Popen([sys.executable, "-c", APP], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    process = App([sys.executable, "-c", APP], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     return process

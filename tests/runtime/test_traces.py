@@ -29,6 +29,7 @@ from aionn.pages.app_layout import TRACE_RECORDS
 from aionn.pages.app_page import AppPage
 from aionn.pages.finding import find_page
 from aionn.testing import FakeDevice, identity_model
+from tests.apps import App, run_app
 from tests.pages.tracing import tracing
 from tests.trace_format import FormatError, check, read
 
@@ -324,7 +325,7 @@ aionn.run(main)
 def app(**environment: str) -> Iterator[subprocess.Popen[str]]:
     """An app that computes a frame each millisecond, until SIGTERM."""
     command = [sys.executable, "-c", APP]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, **environment}) as process:
+    with App(command, stdout=subprocess.PIPE, text=True, env={**os.environ, **environment}) as process:
         try:
             assert process.stdout is not None
             assert process.stdout.readline() == "ready\n"
@@ -364,7 +365,7 @@ def test_a_file_that_cannot_be_written_is_a_warning(
 
 
 def command(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "aionn", "trace", *map(str, arguments)], capture_output=True, text=True, timeout=60)
+    return run_app([sys.executable, "-m", "aionn", "trace", *map(str, arguments)], capture_output=True, text=True, timeout=60)
 
 
 def test_a_running_app_is_traced_from_outside_and_goes_on(tmp_path: Path) -> None:

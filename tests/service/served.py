@@ -16,13 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from aionn.service.server import Service
+from tests import apps
 
 READY = b"READY=1"
 
 
 def _said(command: str, path: str) -> dict[str, Any]:
     arguments = [sys.executable, "-m", "aionn", command, "--json", "--socket", path]
-    printed = subprocess.run(arguments, check=True, stdout=subprocess.PIPE, timeout=60)
+    printed = apps.run_app(arguments, check=True, stdout=subprocess.PIPE, timeout=60)
     found: dict[str, Any] = json.loads(printed.stdout)
     return found
 
@@ -49,7 +50,7 @@ class Served:
             notified.bind(address)
             notified.settimeout(60)
             arguments = ["serve", "--socket", self.path, "--state-dir", state_dir or str(folder / "state"), *more]
-            self.process = subprocess.Popen(
+            self.process = apps.App(
                 [sys.executable, "-m", "aionn", *arguments], env={**os.environ, "NOTIFY_SOCKET": address}, stderr=log, stdout=log
             )
             try:
@@ -129,7 +130,7 @@ class App:
 
     def __init__(self, path: str) -> None:
         """Start it, and return once it streams."""
-        self.process = subprocess.Popen([sys.executable, "-c", APP, path], stdout=subprocess.PIPE)
+        self.process = apps.App([sys.executable, "-c", APP, path], stdout=subprocess.PIPE)
         assert self.process.stdout is not None
         assert self.process.stdout.readline() == b"streams\n"
 
@@ -165,7 +166,7 @@ asyncio.run(main())
 @contextmanager
 def forked_app(path: str) -> Iterator[None]:
     """An app that has attached and has died, and its child, which holds all its sockets."""
-    with subprocess.Popen([sys.executable, "-c", FORKED_APP, path], stdout=subprocess.PIPE, start_new_session=True) as app:
+    with apps.App([sys.executable, "-c", FORKED_APP, path], stdout=subprocess.PIPE, start_new_session=True) as app:
         try:
             assert app.stdout is not None
             assert app.stdout.readline() == b"forked\n"

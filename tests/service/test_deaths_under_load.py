@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.apps import App
 from tests.service.hostile import descriptors_of
 from tests.service.served import Served, alive, evicted
 
@@ -57,7 +57,7 @@ class Streaming:
     def __init__(self, path: str, folder: Path, number: int) -> None:
         self.said, self.errors = folder / f"said{number}", folder / f"errors{number}"
         with self.said.open("wb") as said, self.errors.open("wb") as errors:
-            self.process = subprocess.Popen([sys.executable, "-c", APP, path, str(number)], stdout=said, stderr=errors)
+            self.process = App([sys.executable, "-c", APP, path, str(number)], stdout=said, stderr=errors)
 
     @property
     def counts(self) -> tuple[int, int]:

@@ -36,6 +36,7 @@ from aionn.service import models, server
 from aionn.service.listening import listen
 from aionn.service.server import Service
 from aionn.testing import FakeDevice, identity_model
+from tests.apps import App
 from tests.service.hostile import DEFAULTS, MODEL, Hostile, begun_frame, descriptors_of, hostile
 from tests.service.served import Looking, Served, evicted, odd_descriptor
 
@@ -89,7 +90,7 @@ asyncio.run(main(*sys.argv[1:]))
 
 def test_an_app_that_is_killed_in_a_long_run_leaves_no_model(served: Served) -> None:
     """The run takes longer than the driver waits for the end of a burst."""
-    with subprocess.Popen([sys.executable, "-c", KILLED_APP, served.path], stdout=subprocess.PIPE) as app:
+    with App([sys.executable, "-c", KILLED_APP, served.path], stdout=subprocess.PIPE) as app:
         assert app.stdout is not None
         assert app.stdout.readline() == b"now\n"
         assert len(served.guests()) == 1

@@ -8,7 +8,6 @@ import os
 import signal
 import socket
 import struct
-import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -31,6 +30,7 @@ from aionn.runtime.processes.process import DriverProcess
 from aionn.service import drivers, server
 from aionn.service.listening import listen
 from aionn.testing import identity_model
+from tests.apps import run_app
 from tests.leaks import driver_pids, leak_check
 from tests.service.served import App, Looking, Served, alive, evicted, forked_app, odd_descriptor, parent_of
 
@@ -373,7 +373,7 @@ async def test_a_thread_attaches_without_an_event_loop(served: Served, silero_pa
                 assert (burst.compute({"input": np.full(SHAPE, number, np.float32)})["input_out"] == number).all()
             assert sum(guest["models"] for guest in served.guests()) == 2
             ps = [sys.executable, "-m", "aionn", "ps", "--socket", served.path]
-            printed = subprocess.run(ps, check=True, capture_output=True, text=True, timeout=60).stdout
+            printed = run_app(ps, check=True, capture_output=True, text=True, timeout=60).stdout
             assert "apps: 1, connections: 2," in " ".join(printed.split())
         with aionn.blocking.attach(silero_path, service=served.path) as burst:
             outputs = burst.compute({"input": np.zeros((1, 576), np.float32), "state": np.zeros((2, 1, 128), np.float32)})

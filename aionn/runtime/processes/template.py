@@ -149,7 +149,7 @@ class Template:
             logger.info("drivers are started one by one from now on, without a template: %s", self.why)
             self.end()
 
-    def order(self, arguments: Sequence[str], environment: Mapping[str, str], given: tuple[int, int, int]) -> int:
+    def order(self, arguments: Sequence[str], environment: Mapping[str, str], given: Sequence[int]) -> int:
         """Let the template make a driver. Returns its number, or 0 where the driver must be started in another way.
 
         Args:

@@ -22,6 +22,7 @@ from wyoming.event import Event
 from wyoming.wake import Detect, Detection
 
 from tests.adapters.wyoming.rival import SILENT_WINDOWS
+from tests.apps import run_app
 from tests.cli.serving import Serving, serving
 from tests.real_models import carried
 
@@ -52,7 +53,7 @@ class Recording:
         self.samples = spoken(10)
         np.save(folder / "sound.npy", self.samples)
         files = str(folder / "sound.npy"), str(folder / "found.npz")
-        subprocess.run([sys.executable, "-m", "tests.adapters.wyoming.rival", *files], check=True, timeout=120)
+        run_app([sys.executable, "-m", "tests.adapters.wyoming.rival", *files], check=True, timeout=120)
         found = dict(np.load(folder / "found.npz"))
         embeddings = found.pop("embeddings")
         self.scores: dict[str, NDArray[np.float32]] = found
