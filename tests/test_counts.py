@@ -48,7 +48,7 @@ MOST: dict[str, tuple[int, int, int]] = {
 # 25 a service that starts without the libraries of the command line
 # 14 what compiles and computes, imported when an open runtime needs it
 # 35 the memory of a burst's first frame, which goes to the driver with the opening
-MOST_CODE_LINES = 44_964
+MOST_CODE_LINES = 44_981
 MOST_FILES = 324
 MOST_LINES_OF_C = 5_880
 MOST_NAMES_DEFINED_TWICE = 0

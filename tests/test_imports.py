@@ -137,7 +137,7 @@ HIT = """
     async def main():
         async with aionn.Runtime(start=("onnxruntime",), state_dir=sys.argv[2]) as runtime:
             model = await runtime.load(sys.argv[1])
-            compilation = await runtime.compile(model, devices=("onnxruntime",), cache_dir=sys.argv[3])
+            compilation = await runtime.compile(model, cache_dir=sys.argv[3])
             import numpy
             await compilation.compute({"input": numpy.zeros((1, 576), "f"), "state": numpy.zeros((2, 1, 128), "f")})
             print(compilation.outcomes[0].kind.name, *sys.modules)
@@ -230,7 +230,7 @@ def test_a_hit_imports_nothing_that_it_does_not_need(tmp_path: Path) -> None:
     of_driver = lines[max(at for at, module in enumerate(lines) if module == "encodings") :]
     libraries = "import sys, msgspec, numpy.typing, uvloop"
     anyio = ", anyio._backends._asyncio"
-    for modules, more, allowed, most in ((of_app, anyio, OF_BOTH | OF_APPS, 138), (of_driver, ", onnxruntime", OF_BOTH | OF_DRIVERS, 97)):
+    for modules, more, allowed, most in ((of_app, anyio, OF_BOTH | OF_APPS, 134), (of_driver, ", onnxruntime", OF_BOTH | OF_DRIVERS, 97)):
         known = imported(f"{libraries}{more}\nprint(*sys.modules)")
         found, needed = ({name.partition(".")[0] for name in names if not name.startswith("_")} for names in (modules, known))
         assert found - needed <= allowed

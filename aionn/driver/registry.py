@@ -89,7 +89,7 @@ def _parted(name: str, home: str) -> tuple[str, str]:
         if engine not in installed:
             known = ", ".join(sorted(installed)) or "none"
             raise DeviceUnavailableError(name, f"device {name!r} is not installed here (installed: {known})")
-        return f"{installed[engine].module}:{installed[engine].attr}", rest
+        return installed[engine], rest
     attribute, _, provider = rest.partition(":")
     return f"{engine}:{attribute}", provider
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import anyio
@@ -17,7 +18,7 @@ import anyio.lowlevel
 import pytest
 
 import aionn
-from aionn.engines.installed import BUILT_IN, installed_engines
+from aionn.engines.installed import BUILT_IN, GROUP
 from aionn.runtime.processes import spawning
 from aionn.runtime.processes.devices import Devices
 from aionn.runtime.processes.spawning import Settings
@@ -89,7 +90,7 @@ def test_a_start_that_names_no_installed_device_is_a_callers_error(start: object
 
 
 def test_the_built_in_engines_are_the_entry_points_of_this_package() -> None:
-    assert {name: installed_engines()[name].value for name in BUILT_IN} == BUILT_IN
+    assert {point.name: point.value for point in entry_points(group=GROUP) if point.name in BUILT_IN} == BUILT_IN
 
 
 async def test_a_device_that_cannot_start_fails_the_first_compile_and_not_the_opening(

@@ -38,11 +38,8 @@ from aionn.runtime.executing.control import execution_of, fixed_route
 from aionn.runtime.executing.device_memory import DeviceMemory
 from aionn.runtime.executing.execution import Call, Executor
 from aionn.runtime.preparing.kept_model import KeptModel
-from aionn.runtime.preparing.partition import Partition
 from aionn.runtime.preparing.preparation import Found, prepare
 from aionn.runtime.record import Progress, about
-from aionn.runtime.serving.planned_execution import StepFailure
-from aionn.runtime.serving.planned_model import PlannedModel
 from aionn.runtime.serving.serving import CompiledModel, NotNowError, Serving
 
 logger = logging.getLogger("aionn.runtime")
@@ -217,6 +214,9 @@ async def _swap(compiled: CompiledModel, base: Serving) -> None:
 
 async def _prepared(kept_model: KeptModel, serving: Serving, failing: frozenset[int]) -> Found | None:
     """Prepare the model on the next CPU device, or a plan with the failing steps there. Returns None if no device can do so."""
+    from aionn.runtime.preparing.partition import Partition  # few executions fail
+    from aionn.runtime.serving.planned_model import PlannedModel
+
     devices, request = kept_model.session.devices, kept_model.request.without_deadline(kept_model.disproved())
     steps = [one.step for one in serving.prepared.steps] if isinstance(serving.prepared, PlannedModel) and failing else []
     failed = {steps[number].device for number in failing} if steps else {serving.device}
@@ -243,6 +243,8 @@ async def _prepared(kept_model: KeptModel, serving: Serving, failing: frozenset[
 
 def _step_of(result: Result | None) -> int | None:
     """Return the number of the step of a plan that has failed, or None."""
+    from aionn.runtime.serving.planned_execution import StepFailure
+
     return result.step if isinstance(result, StepFailure) else None
 
 
