@@ -88,13 +88,17 @@ template: AppTemplate | None = None
 """The one of this process. Without it, apps are started by exec. The fixture `apps_are_copies` makes it."""
 
 
+SEES_IMPORTS = ["-m", "coverage"], ["-m", "pytest"]
+"""Programs that measure modules or change them as they are imported."""
+
+
 def is_plain(argv: Sequence[str], cwd: str) -> bool:
     """Whether that command is this Python with nothing but `-W FILTER` before the code, the module or the script."""
     executable, *words = argv
     while words[:1] == ["-W"]:
         del words[:2]
     runs = len(words) > 1 if words[:1] in (["-c"], ["-m"]) else words and os.path.isfile(os.path.join(cwd, words[0]))
-    return executable == sys.executable and bool(runs)
+    return executable == sys.executable and bool(runs) and words[:2] not in SEES_IMPORTS
 
 
 class App(subprocess.Popen[Any]):

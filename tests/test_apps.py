@@ -198,6 +198,7 @@ def test_an_app_that_cannot_be_a_copy_is_started_by_exec(template: AppTemplate, 
     assert is_copy()
     assert is_copy("-W", "error", "script.py", cwd=tmp_path)
     assert not is_copy("-P", "-c", IS_COPY)
+    assert not is_copy("-m", "coverage", "run", "--data-file", str(tmp_path / "data"), "script.py", cwd=tmp_path)
     assert not is_copy(env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert not is_copy(preexec_fn=lambda: None)
     assert not is_copy(umask=0o77)

@@ -18,6 +18,7 @@ import psutil
 
 from aionn.testing import FakeDevice
 from aionn.testing.fake_engine import VARIABLE
+from tests.apps import App
 from tests.leaks import processes_with
 
 ROOT = Path(__file__).parent.parent.parent
@@ -85,7 +86,7 @@ def served(app: str, *arguments: str, loop: str = "uvloop") -> Iterator[Served]:
     with socket.create_server(("127.0.0.1", 0), backlog=64) as listening:
         fd, port = listening.fileno(), listening.getsockname()[1]
         command = [sys.executable, "-m", "uvicorn", f"tests.asgi.apps:{app}", "--fd", str(fd), "--loop", loop, "--log-level", "warning"]
-        process = subprocess.Popen([*command, *arguments], cwd=ROOT, pass_fds=(fd,), stderr=subprocess.PIPE, text=True)
+        process = App([*command, *arguments], cwd=ROOT, pass_fds=(fd,), stderr=subprocess.PIPE, text=True)
     with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as http, process:
         try:
             yield Served(process, http, port)
