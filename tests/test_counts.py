@@ -48,8 +48,9 @@ MOST: dict[str, tuple[int, int, int]] = {
 # 25 a service that starts without the libraries of the command line
 # 14 what compiles and computes, imported when an open runtime needs it
 # 35 the memory of a burst's first frame, which goes to the driver with the opening
-MOST_CODE_LINES = 44_981
-MOST_FILES = 324
+# 248 a service that gives its rights away, and the process that starts its drivers
+MOST_CODE_LINES = 45_229
+MOST_FILES = 328
 MOST_LINES_OF_C = 5_880
 MOST_NAMES_DEFINED_TWICE = 0
 MOST_VERBS_FOR_AN_END = 6

@@ -66,7 +66,7 @@ def aionns(modules: set[str]) -> set[str]:
 def test_an_apps_first_lines_import_nothing_but_aionn() -> None:
     modules = imported(FIRST_LINES + "    print(*(set(sys.modules) - before))")
     assert packages(modules) == {"aionn"}
-    assert len(aionns(modules)) <= 18, sorted(aionns(modules))
+    assert len(aionns(modules)) <= 19, sorted(aionns(modules))
 
 
 def test_a_runtime_spawns_its_driver_before_it_imports_numpy() -> None:
@@ -88,7 +88,7 @@ def test_a_runtime_spawns_its_driver_before_it_imports_numpy() -> None:
     )
     modules = imported(script)
     assert packages(modules) == {"aionn", "uvloop"}
-    assert len(aionns(modules)) <= 18, sorted(aionns(modules))
+    assert len(aionns(modules)) <= 19, sorted(aionns(modules))
 
 
 def test_a_runtime_that_starts_no_driver_has_imported_nothing_that_compiles_or_computes() -> None:
@@ -97,7 +97,7 @@ def test_a_runtime_that_starts_no_driver_has_imported_nothing_that_compiles_or_c
     assert found == {"aionn", "anyio", "msgspec", "typing_extensions", "uvloop"}
     unneeded = ("aionn.graph", "aionn.runtime.executing", "aionn.runtime.preparing", "aionn.driver", "aionn.cli", "aionn.caching.store")
     assert not [module for module in modules if module.startswith(unneeded)]
-    assert len(aionns(modules)) <= 72, len(aionns(modules))
+    assert len(aionns(modules)) <= 73, len(aionns(modules))
 
 
 DRIVEN = """

@@ -207,6 +207,12 @@ def name_folder() -> str:
     return ""
 
 
+def is_name_of_folder(path: str) -> bool:
+    """Return whether that is what `name_folder` may return."""
+    place, _, name = path.rpartition("/")
+    return not path or (name.startswith(_PREFIX) and place in {each.rstrip("/") for each in _places()})
+
+
 def make_folder(path: str) -> int:
     """Make the folder and hold it, and remove folders that no process holds. Returns the descriptor that holds it.
 

@@ -8,24 +8,29 @@ import os
 import signal
 import socket
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import uvloop
 from msgspec.structs import asdict
 
+from aionn.caching.private_folder import user_state_directory
 from aionn.cli.printing import NotDoneError, duration, print_json, print_table, show_warnings, size
 from aionn.errors import AionnError, CallerError
 from aionn.memory.limits import raise_file_limit
+from aionn.needs import Confinement
 from aionn.remote.attaching import service_path
 from aionn.remote.calls import Evict, HalCall, ReadService, TakeOver
 from aionn.runtime.processes.handed import ServiceLink
-from aionn.runtime.processes.spawning import checked_state_dir
+from aionn.runtime.processes.spawning import checked_sandbox, checked_state_dir
+from aionn.runtime.processes.starter import Starter
+from aionn.sandbox.confining import SandboxError
+from aionn.service.confinement import confine_service
 from aionn.service.listening import Listening, inherited, listen
 from aionn.service.units import write_units
 
 T = TypeVar("T")
+logger = logging.getLogger("aionn.service")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +69,18 @@ def serve(options: ServeServiceOptions) -> None:
         _write_units(options.systemd)
         return
     try:
-        path = os.path.abspath(options.socket) if options.socket else ""
-        uvloop.run(_serve(path, options.replace, checked_state_dir(options.state_dir)))
-    except AionnError as error:
+        # Later this process may look up nothing about its user.
+        state_dir = checked_state_dir(options.state_dir) or os.path.abspath(user_state_directory())
+        listening, level = inherited(), checked_sandbox(None)
+        path = "" if listening is not None else _path(options.socket)
+        if options.replace and listening is None:
+            listening = uvloop.run(_taken_over(path))
+        listening = listening or listen(path)
+        with _to_systemd() as systemd:
+            # Before the loop is made, whose library would go on with what it has found.
+            starter, sandbox = confine_service(level, state_dir, listening.path)
+            uvloop.run(_serve(listening, state_dir, starter, sandbox, systemd))
+    except (AionnError, SandboxError) as error:
         raise NotDoneError(str(error)) from error
 
 
@@ -79,20 +93,16 @@ def _write_units(folder: str) -> None:
     print("Start it with: systemctl --user daemon-reload && systemctl --user enable --now aionn.socket")
 
 
-async def _serve(path: str, replace: bool, state_dir: str) -> None:
+async def _serve(listening: Listening, state_dir: str, starter: Starter | None, sandbox: Confinement, systemd: socket.socket) -> None:
     from aionn.service.server import Service
 
-    listening = inherited()
-    if listening is None:
-        path = path or service_path()
-        listening = await _taken_over(path) if replace else None
-        listening = listening or listen(path)
-    service = Service(listening, state_dir)
-    loop = asyncio.get_running_loop()
+    service, loop = Service(listening, state_dir, starter, sandbox), asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, service.end)
-    logging.getLogger("aionn.service").info("serving at %s", listening.sock.getsockname())
-    _tell_systemd("READY=1")
+    logger.info("serving at %s", listening.sock.getsockname())
+    if systemd.fileno() >= 0:
+        systemd.send(b"READY=1")
+        systemd.close()
     await service.serve()
     if service.leaves_drivers:
         logging.shutdown()
@@ -114,12 +124,15 @@ async def _taken_over(path: str) -> Listening | None:
         link.end()
 
 
-def _tell_systemd(word: str) -> None:
-    """Tell the service manager how the service does, if it has asked for that (sd_notify)."""
+def _to_systemd() -> socket.socket:
+    """Return a socket to the service manager (sd_notify), or a closed one if the manager asks for no word."""
     address = os.environ.get("NOTIFY_SOCKET", "")
-    if address:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notify, suppress(OSError):
-            notify.sendto(word.encode(), "\0" + address[1:] if address.startswith("@") else address)
+    notify = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    try:
+        notify.connect("\0" + address[1:] if address.startswith("@") else address)
+    except OSError:
+        notify.close()
+    return notify
 
 
 def show(path: str | None, as_json: bool) -> None:
@@ -136,6 +149,7 @@ def show(path: str | None, as_json: bool) -> None:
         print_json(
             {
                 **asdict(facts),
+                "sandbox": asdict(facts.sandbox),
                 "drivers": [
                     {**asdict(each), "guests": list(map(asdict, each.guests)), "models": list(map(asdict, each.models))}
                     for each in facts.drivers
@@ -156,6 +170,7 @@ def show(path: str | None, as_json: bool) -> None:
         for driver in facts.drivers
         for each in driver.models
     ]
+    print(f"the service is confined by: {', '.join(facts.sandbox.holds) or 'nothing'}")
     print_table("models", ("key", "model", "device", "size", "apps", "executions", "idle for"), models)
 
 

@@ -19,7 +19,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
 
@@ -38,6 +38,7 @@ from aionn.remote.orders import (
     SOCKET_FD,
     decode_order,
     may_differ,
+    why_refused,
 )
 from aionn.sandbox.confining import SandboxError, threads_here
 
@@ -59,7 +60,7 @@ def leave_template(arguments: list[str]) -> list[str]:
             _show(["aionn.driver.template"])  # before the copy, so that a copy which has not run yet is not taken for a driver
             why = _copy(OWN_NUMBER)
         if why is None:
-            arguments = _wait_for_orders(orders)
+            arguments = _wait_for_orders(orders, arguments)
         elif why:
             with suppress(OSError):  # the app has gone, or wants no template any more
                 orders.send(why.encode())
@@ -110,8 +111,9 @@ def _copy(at: int) -> str | None:
         return f"the process cannot be copied ({error.strerror})"
 
 
-def _wait_for_orders(orders: socket.socket) -> list[str]:
-    """Be the template. Returns in drivers only."""
+def _wait_for_orders(orders: socket.socket, first: list[str]) -> list[str]:
+    """Be the template. Returns in drivers only. `first`: the arguments of the driver that has left it."""
+    confined_service = first[8:] == ["shared"] and first[4] != "off"
     for fd in (1, 2, CONTROL_FD, COUNTER_FD):
         os.dup2(0, fd)  # these belong to the driver; the numbers stay in use
     close_inherited((CONTROL_FD, COUNTER_FD, SOCKET_FD, PAGE_FD))
@@ -123,9 +125,11 @@ def _wait_for_orders(orders: socket.socket) -> list[str]:
             message, given, _, _ = socket.recv_fds(orders, MOST_BYTES, 3)
             if not message:
                 os._exit(0)
-            why = _copy(NUMBER_OF_LAST)
+            arguments, variables = decode_order(message)
+            why = (why_refused(arguments, first[3]) if confined_service else "") or _copy(NUMBER_OF_LAST)
             if why is None:
-                return _become(message, given)
+                _become(variables, given)
+                return arguments
             for fd in given:
                 os.close(fd)
             orders.send(why.encode() or MADE)
@@ -133,17 +137,15 @@ def _wait_for_orders(orders: socket.socket) -> list[str]:
         os._exit(0)  # the app has gone, or wants no template any more
 
 
-def _become(message: bytes, given: Sequence[int]) -> list[str]:
-    """Be as a driver that was just started, with the descriptors and the environment of an order. Returns its arguments."""
+def _become(variables: Mapping[str, str], given: Sequence[int]) -> None:
+    """Be as a driver that was just started, with the descriptors and the environment of an order."""
     signal.pthread_sigmask(signal.SIG_SETMASK, signal.valid_signals())
     control, printing, counter = given
     for fd, place in ((control, CONTROL_FD), (printing, 1), (printing, 2), (counter, COUNTER_FD)):
         os.dup2(fd, place)  # `begin` closes those that were given
-    arguments, variables = decode_order(message)
     for name in [name for name in os.environ if may_differ(name)]:
         del os.environ[name]
     os.environ.update(variables)
-    return arguments
 
 
 def _show(words: Sequence[str]) -> None:

@@ -6,6 +6,7 @@ Every function blocks, so a caller in an event loop uses a thread.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import stat
 from collections.abc import Mapping, Sequence
@@ -85,14 +86,14 @@ class OpenFile:
         identity: of the file as it was when it was opened.
     """
 
-    def __init__(self, path: Path, where: str) -> None:
-        """Open a file.
+    def __init__(self, path: Path, where: str, fd: int = -1) -> None:
+        """Open a file, or duplicate the descriptor of an open one.
 
         Raises:
             OSError: it cannot be opened.
         """
         self._fd = -1
-        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC) if fd < 0 else fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 0)
         self.path, self.where = path, where
         self.identity = Identity.of(os.fstat(self._fd))
 
@@ -224,10 +225,10 @@ def check_format(head: bytes, where: str) -> None:
         raise CallerError(f"{where}: this is not an ONNX model. It looks like {found[0]}")
 
 
-def open_model(source: str | os.PathLike[str], where: str = "") -> tuple[OpenFile, tuple[Path, ...]]:
+def open_model(source: str | os.PathLike[str], where: str = "", fd: int = -1) -> tuple[OpenFile, tuple[Path, ...]]:
     """Open a model's file. Return also the directories beside it: that of its path, and that of its real path.
 
-    `where`: what errors call the model, in place of its path.
+    `where`: what errors call the model, in place of its path. `fd`: of the file, if it is open already.
 
     Raises:
         CallerError: it is not a readable file with at least one byte.
@@ -238,7 +239,7 @@ def open_model(source: str | os.PathLike[str], where: str = "") -> tuple[OpenFil
         if not stat.S_ISREG(path.stat().st_mode):
             raise CallerError(f"{where}: this is not a file; give the path of an ONNX file (.onnx)")
         directories = tuple(dict.fromkeys((path.parent.resolve(), path.resolve().parent)))
-        file = OpenFile(path, where)
+        file = OpenFile(path, where, fd)
     except CallerError:  # which is a ValueError
         raise
     except FileNotFoundError as error:

@@ -16,6 +16,7 @@ from aionn.hal.options import OptionValue
 from aionn.hal.queues import GrantorDescriptor, MQFlavor
 from aionn.hal.types import BufferDesc, BufferRole, ExecutionPreference, FencedResult, MemoryDescription, Priority, Request, Result
 from aionn.hal.values import Border
+from aionn.needs import Confinement
 
 A = TypeVar("A")
 
@@ -211,13 +212,17 @@ class DriverFacts(ControlMessage, frozen=True):
 
 
 class ServiceFacts(ControlMessage, frozen=True):
-    """What a service holds now. `apps` has the process of each connection, so one app may stand there several times."""
+    """What a service holds now. `apps` has the process of each connection, so one app may stand there several times.
+
+    `sandbox`: what confines the service itself.
+    """
 
     pid: int
     release: str
     seconds: float
     apps: tuple[int, ...]
     drivers: tuple[DriverFacts, ...]
+    sandbox: Confinement = Confinement()
 
 
 class TakenOver(ControlMessage, frozen=True):

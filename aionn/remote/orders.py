@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+
+from aionn.caching.private_folder import is_name_of_folder
 
 OWN_NUMBER, NUMBER_OF_LAST = 0, 4
 """Where in the page that app and template share the template's number stands, and that of the driver which it has made last."""
@@ -17,6 +19,9 @@ READY, MADE = b"ready", b"made"
 
 CONTROL_FD, COUNTER_FD, SOCKET_FD, PAGE_FD = 3, 4, 5, 6
 """The descriptors of a driver, and the two more of one that is to leave a template."""
+
+PLACES = (CONTROL_FD, 1, COUNTER_FD, SOCKET_FD, PAGE_FD)
+"""The numbers of what a driver is started with: its control socket, the pipe for its output, its counter, and what a template needs."""
 
 LEAVES_TEMPLATE = "template"
 """The last argument of a driver that is to leave a template. Spaces follow, in whose place longer arguments of other drivers are shown."""
@@ -37,8 +42,8 @@ def may_differ(name: str) -> bool:
 
 
 def encode_order(arguments: Iterable[str], environment: Mapping[str, str]) -> bytes:
-    """Return the message for a driver with these arguments, and with these variables in place of those that `may_differ`."""
-    variables = [f"{name}={value}" for name, value in environment.items() if may_differ(name)]
+    """Return the message for a driver with these arguments and variables."""
+    variables = [f"{name}={value}" for name, value in environment.items()]
     return b"\0".join(os.fsencode(text) for text in (str(len(variables)), *variables, *arguments))
 
 
@@ -47,3 +52,15 @@ def decode_order(message: bytes) -> tuple[list[str], dict[str, str]]:
     count, *texts = (os.fsdecode(text) for text in message.split(b"\0"))
     variables, arguments = texts[: int(count)], texts[int(count) :]
     return arguments, dict(variable.split("=", 1) for variable in variables)
+
+
+def why_refused(arguments: Sequence[str], state_dir: str) -> str:
+    """Return why a driver with these arguments is not made for a confined service, or an empty text.
+
+    Such a service has given up its rights. Were it taken over, an order must not give them back. `state_dir`: of the service.
+    """
+    if not arguments[4:] or arguments[4] == "off":
+        return "the service is confined, so none of its drivers goes without a sandbox; start it with AIONN_SANDBOX=off for that"
+    if arguments[3] != state_dir or not (arguments[5:] and is_name_of_folder(arguments[5])):
+        return "its folders are not those of the service"
+    return ""

@@ -11,6 +11,7 @@ import ctypes
 import errno
 import os
 import resource
+import struct
 from collections.abc import Callable
 
 from aionn.needs import Confinement, Needs
@@ -32,13 +33,14 @@ class SandboxError(Exception):
     """The process cannot be confined as it was asked to be. The text says why."""
 
 
-def confine(level: str, needs: Needs | None, writable: tuple[str, ...] = ()) -> Confinement:
+def confine(level: str, needs: Needs | None, writable: tuple[str, ...] = (), *, serves: bool = False) -> Confinement:
     """Give away what a driver does not need. Call it with one thread, before a model is seen.
 
     Args:
         level: "auto", "require" or "strict"; with "off" nothing happens.
         needs: of the engine, or None for an engine that a test steers by files. Then only mechanisms that no engine notices are used.
         writable: folders in which the driver may make, write and remove files.
+        serves: whether this is a service of apps, in place of a driver. It accepts connections, and sends signals to drivers.
 
     Raises:
         SandboxError: there is a second thread, which would keep its rights; or level "require" or "strict" cannot be had.
@@ -49,18 +51,23 @@ def confine(level: str, needs: Needs | None, writable: tuple[str, ...] = ()) -> 
     report = _Report()
     report.attempt(("limits",), no_core_files, "a limit of core files", "a crash may write a core file")
     report.attempt(("no new privileges",), no_new_privileges, "prctl(PR_SET_NO_NEW_PRIVS)", "setuid programs keep their privileges")
-    report.holds.append("environment")
+    if serves:  # with those of root it would read the environment of any process
+        report.attempt(("no capabilities",), no_capabilities, "capset", "capabilities are kept", needed=True)
+    else:
+        report.holds.append("environment")
     if needs is None:
         free = "files, network, processes and made code are free"
         report.lack(f"{free}, because a test steers the engine as its fake device", unmet=level != "strict")
     else:
         wide = too_wide(needs)
-        abi = _landlocked(report, needs, writable)
+        abi = _landlocked(report, needs, writable, serves)
         by_kernel = not needs.makes_code and report.attempt(("no made code",), no_made_code, "prctl(PR_SET_MDWE)", "")
-        _filtered(report, needs, strict=level == "strict", no_made_code=not needs.makes_code and not by_kernel)
-        if abi >= _SCOPED_ABI and "files" in report.holds and "signals" not in report.holds:
+        _filtered(report, needs, strict=level == "strict", no_made_code=not needs.makes_code and not by_kernel, serves=serves)
+        if serves:
+            report.lack("signals to the user's processes are free, because a service ends drivers")
+        elif abi >= _SCOPED_ABI and "files" in report.holds and "signals" not in report.holds:
             report.holds.append("signals")
-        _note_exceptions(report, needs, wide if "files" in report.holds else {}, level)
+        _note_exceptions(report, needs, wide if "files" in report.holds else {}, level, "service" if serves else "driver")
     if level in ("require", "strict") and report.unmet:
         raise SandboxError(f"sandbox={level!r} cannot be had: {'; '.join(report.unmet)}")
     return Confinement(level, tuple(report.holds), tuple(report.lacks))
@@ -141,7 +148,7 @@ class _Report:
         return True
 
 
-def _landlocked(report: _Report, needs: Needs, writable: tuple[str, ...]) -> int:
+def _landlocked(report: _Report, needs: Needs, writable: tuple[str, ...], serves: bool) -> int:
     """Restrict files, and with a later kernel signals. Returns the version of Landlock, or 0."""
     free = "files are free, and so is the memory of the user's other processes"
     try:
@@ -153,7 +160,8 @@ def _landlocked(report: _Report, needs: Needs, writable: tuple[str, ...]) -> int
         }.get(error.errno or 0, f"an outer sandbox denies Landlock ({error.strerror})")
         report.lack(f"{free}, because {why}", unmet=True)
         return 0
-    restricted = report.attempt(("files",), lambda: landlock.restrict(rules(needs, writable), abi), "rules of Landlock", free, needed=True)
+    found = rules(needs, writable)
+    restricted = report.attempt(("files",), lambda: landlock.restrict(found, abi, signals=serves), "rules of Landlock", free, needed=True)
     if restricted and abi < LEAST_ABI:
         report.lack(
             f"only the filter of system calls protects files from being cut, because this kernel's Landlock has version {abi}", True
@@ -161,7 +169,7 @@ def _landlocked(report: _Report, needs: Needs, writable: tuple[str, ...]) -> int
     return abi
 
 
-def _filtered(report: _Report, needs: Needs, *, strict: bool, no_made_code: bool) -> None:
+def _filtered(report: _Report, needs: Needs, *, strict: bool, no_made_code: bool, serves: bool) -> None:
     """Restrict system calls. The filter also keeps memory from being made executable where the kernel has no rule for that."""
     machine = os.uname().machine
     free = "system calls, network and processes are free"
@@ -172,8 +180,8 @@ def _filtered(report: _Report, needs: Needs, *, strict: bool, no_made_code: bool
             from aionn.sandbox.strict import name_denied_calls  # tests only
 
             name_denied_calls(MACHINES[machine][0])
-        code = program(machine, strict=strict, any_ioctl=bool(needs.devices), no_made_code=no_made_code)
-        words = (*_BY_FILTER, "no made code") if no_made_code else _BY_FILTER
+        code = program(machine, strict=strict, any_ioctl=bool(needs.devices), no_made_code=no_made_code, serves=serves)
+        words = (*_BY_FILTER[: 3 if serves else 4], *(("no made code",) if no_made_code else ()))
         if report.attempt(words, lambda: install(code, machine), "a filter of system calls", free, needed=True):
             return
     if no_made_code:
@@ -182,19 +190,21 @@ def _filtered(report: _Report, needs: Needs, *, strict: bool, no_made_code: bool
         )
 
 
-def _note_exceptions(report: _Report, needs: Needs, wide: dict[str, str], level: str) -> None:
+def _note_exceptions(report: _Report, needs: Needs, wide: dict[str, str], level: str, who: str) -> None:
     """Note what the engine may do beyond the usual."""
     if needs.makes_code:
         report.lack("memory may be writable and executable, because the engine makes code at run time")
     if needs.devices:
-        report.lack(f"the driver may use the device files {', '.join(needs.devices)}, because its engine needs them", level == "require")
+        report.lack(f"the {who} may use the device files {', '.join(needs.devices)}, because its engine needs them", level == "require")
     for path, why in wide.items():
-        report.lack(f"the driver may read all of {path}, because {why}", level == "require")
+        report.lack(f"the {who} may read all of {path}, because {why}", level == "require")
 
 
 # linux/prctl.h
 _PR_SET_NO_NEW_PRIVS = 38
 _PR_SET_MDWE, _MDWE_REFUSE_EXEC_GAIN = 65, 1
+# linux/capability.h
+_CAPABILITIES_VERSION = 0x2008_0522
 # linux/personality.h
 _QUERY, _READ_IMPLIES_EXEC = 0xFFFF_FFFF, 0x040_0000
 
@@ -214,6 +224,17 @@ def no_new_privileges() -> None:
         OSError: the kernel refuses.
     """
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
+
+
+def no_capabilities() -> None:
+    """Give away all capabilities, which only root's processes have.
+
+    Raises:
+        OSError: the kernel refuses.
+    """
+    head = struct.pack("=Ii", _CAPABILITIES_VERSION, 0)
+    if ctypes.CDLL(None, use_errno=True).capset(head, bytes(24)) != 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
 def no_core_files() -> None:

@@ -135,6 +135,9 @@ DENIED = {
 """Calls that are known and denied. Any other call up to `LAST_KNOWN` is denied, too; these are here by name for reports."""
 # fmt: on
 
+OF_A_SERVICE = ("accept", "accept4", "kill", "pidfd_open", "pidfd_send_signal")
+"""Calls of these tables that a service may make with any arguments: it accepts apps, and ends drivers."""
+
 LAST_KNOWN = 450
 """A call with a higher number is newer than these tables. It is answered as an older kernel would, so libraries go on without it."""
 
@@ -152,7 +155,7 @@ Instruction = tuple[int, int, int, int]
 _CLONE_THREAD, _NEW_NAMESPACES = 0x0001_0000, 0x7E02_0080  # linux/sched.h: CLONE_NEW{NS,CGROUP,UTS,IPC,USER,PID,NET,TIME}
 _WRITE_ONLY, _READ_WRITE, _TRUNCATE = 1, 2, 0x200  # asm-generic/fcntl.h: O_*
 _PROT_WRITE, _PROT_EXEC = 2, 4
-_AF_UNIX, _SOCK_STREAM, _SOCK_CLOEXEC, _SOCK_NONBLOCK = 1, 1, 0x8_0000, 0x800
+_AF_UNIX, _SOCK_STREAM, _SOCK_SEQPACKET, _SOCK_CLOEXEC, _SOCK_NONBLOCK = 1, 1, 5, 0x8_0000, 0x800
 _STREAMS = tuple(_SOCK_STREAM | flags for flags in (0, _SOCK_CLOEXEC, _SOCK_NONBLOCK, _SOCK_CLOEXEC | _SOCK_NONBLOCK))
 
 _POISON, _OFFLINE = 100, 101
@@ -201,7 +204,7 @@ _PRCTLS = (
 )
 
 
-def checked(name: str, deny: int, pid: int, *, any_ioctl: bool, no_made_code: bool) -> list[Instruction]:
+def checked(name: str, deny: int, pid: int, *, any_ioctl: bool, no_made_code: bool, serves: bool = False) -> list[Instruction]:
     """Return what follows if the call `name` of `calls.CHECKED` is made.
 
     Args:
@@ -210,6 +213,7 @@ def checked(name: str, deny: int, pid: int, *, any_ioctl: bool, no_made_code: bo
         pid: of this process.
         any_ioctl: whether every ioctl of a device is allowed.
         no_made_code: whether no memory may become executable that is or was writable.
+        serves: whether it is for a service, which talks with a template of drivers.
     """
     match name:
         case "open" | "openat":
@@ -233,7 +237,8 @@ def checked(name: str, deny: int, pid: int, *, any_ioctl: bool, no_made_code: bo
             bits = [(ANY_BIT, 0, 2, _CLONE_THREAD), (ANY_BIT, 1, 0, _NEW_NAMESPACES), (RETURN, 0, 0, ALLOW), (RETURN, 0, 0, deny)]
             return [_low(0), *bits]
         case "socketpair":  # a datagram socket could send to any named socket
-            return [_low(0), (EQUAL, 0, 1 + len(_STREAMS), _AF_UNIX), _low(1), *_one_of(_STREAMS, deny)]
+            kinds = (*_STREAMS, _SOCK_SEQPACKET | _SOCK_CLOEXEC) if serves else _STREAMS
+            return [_low(0), (EQUAL, 0, 1 + len(kinds), _AF_UNIX), _low(1), *_one_of(kinds, deny)]
         case "sendto":  # without an address
             return _null(4, deny)
         case "kill" | "tgkill":  # signals to itself: abort, faulthandler
@@ -295,7 +300,7 @@ _NUMBER, _ARCHITECTURE = 0, 4  # offsets in struct seccomp_data
 _ERROR, _TRAP = 0x0005_0000, 0x0003_0000  # SECCOMP_RET_ERRNO, SECCOMP_RET_TRAP
 
 
-def _instructions(machine: str, *, strict: bool, any_ioctl: bool, no_made_code: bool) -> Iterator[Instruction]:
+def _instructions(machine: str, *, strict: bool, any_ioctl: bool, no_made_code: bool, serves: bool) -> Iterator[Instruction]:
     column, architecture = MACHINES[machine]
     deny = _TRAP if strict else _ERROR | errno.EPERM
     yield LOAD, 0, 0, _ARCHITECTURE
@@ -304,9 +309,13 @@ def _instructions(machine: str, *, strict: bool, any_ioctl: bool, no_made_code: 
     yield LOAD, 0, 0, _NUMBER
     yield _ABOVE, 0, 1, LAST_KNOWN  # calls of the x32 ABI, too
     yield RETURN, 0, 0, _ERROR | errno.ENOSYS
+    for name in OF_A_SERVICE if serves else ():
+        if (number := (CHECKED | DENIED)[name][column]) >= 0:
+            yield EQUAL, 0, 1, number
+            yield RETURN, 0, 0, ALLOW
     for name, numbers in CHECKED.items():
         if numbers[column] >= 0:
-            follows = checked(name, deny, os.getpid(), any_ioctl=any_ioctl, no_made_code=no_made_code)
+            follows = checked(name, deny, os.getpid(), any_ioctl=any_ioctl, no_made_code=no_made_code, serves=serves)
             yield EQUAL, 0, len(follows), numbers[column]
             yield from follows
     for name, numbers in ANSWERED.items():
@@ -320,7 +329,7 @@ def _instructions(machine: str, *, strict: bool, any_ioctl: bool, no_made_code: 
     yield RETURN, 0, 0, deny
 
 
-def program(machine: str, *, strict: bool = False, any_ioctl: bool = False, no_made_code: bool = False) -> bytes:
+def program(machine: str, *, strict: bool = False, any_ioctl: bool = False, no_made_code: bool = False, serves: bool = False) -> bytes:
     """Return the filter for this process as an array of struct sock_filter.
 
     Args:
@@ -328,8 +337,9 @@ def program(machine: str, *, strict: bool = False, any_ioctl: bool = False, no_m
         strict: whether a denied call raises SIGSYS.
         any_ioctl: whether every ioctl of a device is allowed, for engines with device files.
         no_made_code: whether no memory may become executable that is or was writable, where the kernel has no rule for that.
+        serves: whether it is for a service of apps, in place of a driver.
     """
-    instructions = _instructions(machine, strict=strict, any_ioctl=any_ioctl, no_made_code=no_made_code)
+    instructions = _instructions(machine, strict=strict, any_ioctl=any_ioctl, no_made_code=no_made_code, serves=serves)
     return b"".join(struct.pack("=HBBI", *instruction) for instruction in instructions)
 
 

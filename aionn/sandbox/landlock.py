@@ -25,7 +25,7 @@ _FILE_RIGHTS_OF = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 5: (1 <
 """All rights about files, by the first ABI that has them. 9 adds the right to connect to named sockets."""
 
 _TCP_RIGHTS = 0b11  # bind, connect: ABI 4
-_SCOPES = 0b11  # abstract sockets, signals: ABI 6
+_SCOPED_SOCKETS, _SCOPED_SIGNALS = 0b01, 0b10  # abstract sockets, signals: ABI 6
 _OF_A_FILE = _EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE | _IOCTL_DEV
 """The rights that a rule about a file may have. The others are for folders."""
 
@@ -56,18 +56,20 @@ def best_abi() -> int:
     return _syscall(_CREATE_RULESET, None, 0, _CREATE_RULESET_VERSION)
 
 
-def restrict(rules: Iterable[tuple[str, int]], abi: int) -> None:
+def restrict(rules: Iterable[tuple[str, int]], abi: int, *, signals: bool = False) -> None:
     """Confine this thread: files and folders that no rule names can neither be opened nor changed.
 
     Args:
         rules: path and rights. A path that cannot be opened is skipped. Those below /proc stay open.
         abi: of this kernel.
+        signals: whether it may send signals to processes that are not confined with it.
 
     Raises:
         OSError: the kernel refuses.
     """
     handled = rights_of(abi)
-    attributes = struct.pack("=QQQ", handled, _TCP_RIGHTS, _SCOPES)[: 8 if abi < 4 else 16 if abi < 6 else 24]
+    scopes = _SCOPED_SOCKETS if signals else _SCOPED_SOCKETS | _SCOPED_SIGNALS
+    attributes = struct.pack("=QQQ", handled, _TCP_RIGHTS, scopes)[: 8 if abi < 4 else 16 if abi < 6 else 24]
     ruleset = _syscall(_CREATE_RULESET, attributes, len(attributes), 0)
     try:
         for path, rights in rules:

@@ -77,7 +77,7 @@ def too_wide(needs: Needs) -> dict[str, str]:
     for path, why in sorted((usual | asked).items()):
         if not above or not path.startswith(above):  # else a path that was looked at covers this one
             above = path.rstrip("/") + "/"
-            if _holds_a_home(path):
+            if holds_a_home(path):
                 found[path] = why
     return found
 
@@ -86,7 +86,7 @@ def _matching(path: str) -> list[str]:
     return glob.glob(path) if "*" in path else [path]
 
 
-def _holds_a_home(path: str) -> bool:
+def holds_a_home(path: str) -> bool:
     """Return whether a path is the root, the folder of home folders, or a home folder."""
     homes = _identity("/home")
     if _identity(path) in (_identity("/"), homes) or _identity(f"{path}/..") == homes:
@@ -106,7 +106,7 @@ def _python() -> set[str]:
     """Return where Python and everything that it may import lie."""
     found = {os.path.dirname(os.path.dirname(os.path.abspath(__file__))), os.path.dirname(os.__file__)}
     for prefix in {sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix}:
-        shared = prefix in _SHARED_PREFIXES or _holds_a_home(prefix)
+        shared = prefix in _SHARED_PREFIXES or holds_a_home(prefix)
         found.update([f"{prefix}/{part}" for part in _OF_A_PREFIX] if shared else [prefix])
     on_path = {os.path.abspath(path) for path in sys.path if path}
     found.update(on_path)

@@ -4,6 +4,7 @@
     drivers      the drivers of a service, by the settings that apps ask for
     models       those that the service prepares for clients without an event loop
     quarantine   models that end their drivers again and again
+    confinement  what the service gives away before it accepts an app
     units        what systemd needs to start the service at the first connection
     server       `Service`: the apps that are attached, and the drivers for each of their settings
 

@@ -21,6 +21,7 @@ from aionn.runtime.health import checked_policy
 from aionn.runtime.open_runtime import OpenRuntime
 from aionn.runtime.processes.devices import Device, devices_of
 from aionn.runtime.processes.spawning import DEFAULT_HANG_S, Settings, checked_driver_env, checked_sandbox
+from aionn.runtime.processes.starter import Starter
 
 MOST_SETTINGS = 16
 """How many sets of drivers with different settings a service has. Each set is one process for each device at least."""
@@ -29,9 +30,9 @@ MOST_SETTINGS = 16
 class Drivers:
     """See the module. Use it in the service's loop."""
 
-    def __init__(self, state_dir: str) -> None:
-        """`state_dir`: where drivers keep their records, as `Settings` has it."""
-        self._state_dir = state_dir
+    def __init__(self, state_dir: str, starter: Starter | None) -> None:
+        """`state_dir`, `starter`: as `Settings` has them."""
+        self._state_dir, self.starter = state_dir, starter
         self._runtimes: dict[bytes, OpenRuntime] = {}
         self._uses: Counter[OpenRuntime] = Counter()  # calls that use one now
         self._opening = asyncio.Lock()
@@ -43,7 +44,7 @@ class Drivers:
         Raises:
             CallerError: the settings are not those of a driver, or too many different ones are in use.
         """
-        wanted = _settings_of(body, self._state_dir)
+        wanted = _settings_of(body, self._state_dir, self.starter)
         key = msgspec.json.encode(
             (wanted.sandbox, wanted.threads, sorted(wanted.environment.items()), body.needs and body.device, body.needs)
         )
@@ -88,7 +89,7 @@ class Drivers:
             await opened.aclose()
 
 
-def _settings_of(body: ConnectDriver, state_dir: str) -> Settings:
+def _settings_of(body: ConnectDriver, state_dir: str, starter: Starter | None) -> Settings:
     """Return what an app asks for as settings of drivers.
 
     Raises:
@@ -101,4 +102,5 @@ def _settings_of(body: ConnectDriver, state_dir: str) -> Settings:
     except msgspec.DecodeError as error:
         raise CallerError(f"needs: {error}; expected the fields of aionn.hal.Needs") from error
     environment = checked_driver_env(body.environment)
-    return Settings(state_dir, DEFAULT_HANG_S, body.threads, checked_sandbox(body.sandbox), environment, needs, template=True, shared=True)
+    sandbox = checked_sandbox(body.sandbox)
+    return Settings(state_dir, DEFAULT_HANG_S, body.threads, sandbox, environment, needs, template=True, shared=True, starter=starter)

@@ -51,7 +51,8 @@ class Listening:
     def end(self) -> None:
         """Stop listening, and remove the socket."""
         if self.lock >= 0 and self.path and self.reachable:
-            with suppress(FileNotFoundError):  # the system removes the folder at the end of the user's last login
+            # The system removes the folder at the end of the user's last login. A confined service may not write to every folder.
+            with suppress(FileNotFoundError, PermissionError):
                 os.unlink(self.path)
         self.leave()
 

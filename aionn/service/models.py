@@ -70,6 +70,7 @@ class KeptModels:
     """The compilations of one service. Use it in the service's loop."""
 
     def __init__(self) -> None:
+        self._folder = cache_folder()
         self._kept: OrderedDict[tuple[Any, ...], _KeptModel] = OrderedDict()
         self._turns: WeakValueDictionary[int, asyncio.Semaphore] = WeakValueDictionary()  # by app, while it waits
         self._locks: WeakValueDictionary[tuple[Any, ...], asyncio.Lock] = WeakValueDictionary()  # while a caller has it
@@ -111,7 +112,7 @@ class KeptModels:
             async with turns, self._locks.setdefault(key, asyncio.Lock()):
                 if (kept := self._kept.get(key)) is None:
                     model = await run_in_thread(_loaded, files, asked.name)
-                    devices, folder, name = asked.devices or None, cache_folder(), asked.name or None
+                    devices, folder, name = asked.devices or None, self._folder, asked.name or None
                     request = Asked(model=model, devices=devices, cache_dir=folder, idle_s=IDLE_S, name=name, required=False, **how)
                     kept = _KeptModel(parts_of(await request.compile(opened)), app, size_bytes)
                     self._kept[key] = kept
@@ -156,9 +157,13 @@ def _loaded(files: Mapping[str, int], name: str) -> Model:
     from aionn.runtime.model import model_of_files
 
     where = f"model {name!r}"
-    paths, beside = {location: Path(f"/proc/self/fd/{fd}") for location, fd in files.items()}, Beside(where, (), {})
-    opened = open_model(paths.pop(""), where)[0]
-    beside.files.update({location: OpenFile(path, where) for location, path in paths.items()})
+    # A confined service may open no other file, and no file of an app once more. A driver gets no right to write to one.
+    given = {
+        location: (Path(f"/proc/self/fd/{fd}"), where, fd if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY else -1)
+        for location, fd in files.items()
+    }
+    opened, beside = open_model(*given.pop(""))[0], Beside(where, (), {})
+    beside.files.update({location: OpenFile(*each) for location, each in given.items()})
     return model_of_files(opened, beside)
 
 

@@ -20,7 +20,7 @@ import math
 import os
 import socket
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
@@ -32,6 +32,7 @@ import msgspec
 from aionn.errors import AionnError, CallerError, DriverDiedError, ServiceDiedError
 from aionn.hal.types import Priority
 from aionn.hal.values import as_messages
+from aionn.needs import Confinement
 from aionn.pages.layout import RELEASE
 from aionn.pages.page import until_beat_s
 from aionn.remote.attaching import connect, peer_of, pidfd_of_peer
@@ -60,6 +61,7 @@ from aionn.remote.control import ATTACHED, PROTOCOL, ControlError, Refused, Serv
 from aionn.remote.device import RemoteDevice
 from aionn.runtime.open_runtime import OpenRuntime
 from aionn.runtime.processes.devices import Device, serving
+from aionn.runtime.processes.starter import Starter
 from aionn.runtime.runtime import TO_OPEN, import_needed
 from aionn.service.drivers import Drivers
 from aionn.service.listening import Listening
@@ -168,16 +170,24 @@ class Service:
 
     Args:
         listening: it takes over the socket.
-        state_dir: where drivers keep their records, as `Settings` has it.
+        state_dir, starter: as `Settings` has them.
+        sandbox: what confines this process.
 
     Attributes:
         tasks: where calls of apps are answered.
         leaves_drivers: whether drivers go on after the end, for guests. The process must then end without closing its runtimes.
     """
 
-    def __init__(self, listening: Listening, state_dir: str = "") -> None:
+    def __init__(
+        self,
+        listening: Listening,
+        state_dir: str = "",
+        starter: Starter | None = None,
+        sandbox: Confinement = Confinement(),  # noqa: B008 -- frozen
+    ) -> None:
         self._listening: Listening | None = listening
-        self._drivers = Drivers(state_dir)
+        self._drivers = Drivers(state_dir, starter)
+        self._sandbox = sandbox
         self._began_s = time.monotonic()
         self._apps: set[App] = set()
         self._connections = 0  # so far
@@ -367,7 +377,7 @@ class Service:
                 known = tuple(msgspec.structs.replace(each, guest=max(0, each.guest)) for each in guests)
                 drivers.append(DriverFacts(device.name, device.pid, device.low_priority is None, known, models))
         seconds = time.monotonic() - self._began_s
-        return ServiceFacts(os.getpid(), RELEASE, seconds, tuple(app.pid for app in self._apps), tuple(drivers))
+        return ServiceFacts(os.getpid(), RELEASE, seconds, tuple(app.pid for app in self._apps), tuple(drivers), self._sandbox)
 
     async def _end_unused(self) -> None:
         """End drivers that have had no guest and no model for a while.
@@ -404,7 +414,7 @@ class Service:
         asyncio.get_running_loop().remove_reader(listening.sock.fileno())
         self._handing_over = True
         try:
-            serves = await _greets(listening.path)
+            serves = await _greets(self._drivers.starter.connect if self._drivers.starter else partial(connect, listening.path))
         finally:
             self._handing_over = False
         if not serves:
@@ -438,10 +448,11 @@ class Service:
         await self._drivers.aclose()
 
 
-async def _greets(path: str) -> bool:
-    """Return whether a service accepts connections at `path` within a while."""
+async def _greets(connects: Callable[[], socket.socket]) -> bool:
+    """Return whether a service accepts a connection within a while."""
     try:
-        with connect(path) as sock:
+        with connects() as sock:
+            sock.setblocking(False)
             async with asyncio.timeout(TAKE_OVER_S):
                 return bool(await asyncio.get_running_loop().sock_recv(sock, 1))
     except (AionnError, OSError):  # a timeout is an OSError, too

@@ -15,7 +15,8 @@ import pytest
 
 import aionn
 from aionn.errors import CallerError
-from aionn.runtime.processes.spawning import APP_PID, checked_driver_env, driver_environment
+from aionn.runtime.processes.environment import APP_PID, driver_environment
+from aionn.runtime.processes.spawning import checked_driver_env
 from aionn.testing import identity_model
 from tests.leaks import leak_check
 from tests.runtime.odd_surroundings import SURROUNDINGS

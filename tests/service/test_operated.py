@@ -89,7 +89,10 @@ def test_doctor_looks_at_the_service(folder: Path, monkeypatch: pytest.MonkeyPat
     served = Served(folder / "aionn")
     try:
         row = checked_service()
-        assert (row.status, row.found) == ("ok", f"a service listens at {served.path}")
+        assert (row.status, row.found) == (
+            "ok",
+            f"a service listens at {served.path}, confined by: {', '.join(served.facts()['sandbox']['holds'])}",
+        )
         os.chmod(served.path, 0o666)
         assert "chmod 600" in checked_service().way_out
     finally:

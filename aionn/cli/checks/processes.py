@@ -14,7 +14,7 @@ from aionn.pages.finding import find_headers
 from aionn.pages.layout import RELEASE, VERSION
 from aionn.pages.page import start_time_of
 from aionn.pages.process_use import of_each_process, own_pid_of, status_of
-from aionn.runtime.processes.spawning import APP_PID
+from aionn.runtime.processes.environment import APP_PID
 
 _ENDS_WITHIN_S = 2.0
 """How long a driver may take to end after its app, before it counts as left."""

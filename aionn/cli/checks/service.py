@@ -8,7 +8,9 @@ import stat
 
 from aionn.cli.checks import Row, fail, ok, warn
 from aionn.errors import AionnError, CallerError
+from aionn.needs import Confinement
 from aionn.remote.attaching import service_path
+from aionn.remote.calls import ReadService
 from aionn.runtime.processes.handed import ServiceLink
 
 _CHECK = "service"
@@ -29,15 +31,16 @@ def service() -> Row:
     if stat.S_ISSOCK(mode) and mode & 0o077:
         return fail(_CHECK, f"others may use {path} (mode {stat.S_IMODE(mode):o})", "a socket of this user alone", f"chmod 600 {path}")
     try:
-        asyncio.run(_attach(path))
+        confined = ", ".join(asyncio.run(_sandbox(path)).holds)
     except AionnError as error:
         return fail(_CHECK, str(error), "a service of this release", "restart it: aionn serve --replace")
-    return ok(_CHECK, f"a service listens at {path}")
+    return ok(_CHECK, f"a service listens at {path}, confined by: {confined or 'nothing'}")
 
 
-async def _attach(path: str) -> None:
+async def _sandbox(path: str) -> Confinement:
     link = ServiceLink(path)
     try:
-        await link.attach()
+        facts, _ = await (await link.attach()).call(ReadService())
+        return facts.sandbox
     finally:
         link.end()

@@ -1,13 +1,8 @@
 """Start the process of a driver. Only this file starts processes.
 
-A driver finds in its environment which process started it (`APP_PID`). So `aionn doctor` recognises one that has lost its app.
-
 A driver is a copy of a template, or is started by posix_spawn and exec. So nothing of the app's loop or threads is copied into it.
 
 `Runtime.open` spawns a driver before it imports what a runtime needs. So this module imports nothing heavy.
-
-The app's environment holds secrets: tokens, addresses, names. A confined driver gets only variables that Python, its libraries and engines
-are known to read, and what `Runtime(driver_env=)` adds.
 
 The start of a driver takes longer than the imports of an app. So `spawn_early` begins it when a runtime opens, before the app imports
 NumPy and what needs it.
@@ -24,14 +19,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from aionn.caching.private_folder import name_folder, remove_folder, user_state_directory
 from aionn.engines.installed import BUILT_IN, Homes, installed_engines, not_installed
 from aionn.errors import CallerError, DeviceUnavailableError
 from aionn.loopless import leave_in_child
-from aionn.remote.orders import CONTROL_FD, COUNTER_FD, LEAVES_TEMPLATE, PAGE_FD, POOL_SIZES, SOCKET_FD, SPACES
+from aionn.remote.orders import CONTROL_FD, COUNTER_FD, LEAVES_TEMPLATE, PLACES, SPACES
 from aionn.runtime.processes.child import Child, Output, output_pipe
+from aionn.runtime.processes.environment import SET_BY_AIONN, driver_environment
 from aionn.runtime.processes.template import Template, end_child, end_unused, new_template, template_of_thread
 
 if TYPE_CHECKING:
@@ -50,6 +46,12 @@ KILL_S = 5.0
 """How long to wait for a killed process: the kernel may be busy freeing its memory. The process is then left to init."""
 
 
+class DriverStarter(Protocol):
+    """A process that starts drivers for this one (`starter`)."""
+
+    def start(self, arguments: Sequence[str], threads: int, more: Mapping[str, str], given: Sequence[int]) -> int: ...
+
+
 class Settings(NamedTuple):
     """What is the same for all driver processes of a runtime.
 
@@ -64,6 +66,7 @@ class Settings(NamedTuple):
         service: the path of the socket of the service whose drivers are used, or an empty text if the app starts its drivers.
         may_lack_service: whether the app starts drivers itself where no service listens.
         shared: whether the drivers serve other apps, too. They outlive this process then while their guests stream.
+        starter: the process that starts drivers, or None where this one does.
     """
 
     state_dir: str = ""
@@ -76,6 +79,7 @@ class Settings(NamedTuple):
     service: str = ""
     may_lack_service: bool = False
     shared: bool = False
+    starter: DriverStarter | None = None
 
 
 def checked_state_dir(state_dir: object) -> str:
@@ -211,7 +215,7 @@ def _spawn(engine: str, name: str, theirs: tuple[int, int, int], schedule: str, 
     pid = 0 if template is None else template.order(arguments, environment, theirs)
     if not pid:
         leaves = new_template(environment) if settings.template and schedule == USUAL else None
-        pid = _executed(arguments, environment, theirs, leaves)
+        pid = _executed(arguments, environment, theirs, leaves, settings)
     try:
         return pid, os.pidfd_open(pid)
     except BaseException:
@@ -221,21 +225,23 @@ def _spawn(engine: str, name: str, theirs: tuple[int, int, int], schedule: str, 
         raise
 
 
-def _executed(arguments: list[str], environment: dict[str, str], theirs: tuple[int, int, int], leaves: Template | None) -> int:
+def _executed(
+    arguments: list[str], environment: dict[str, str], theirs: tuple[int, int, int], leaves: Template | None, settings: Settings
+) -> int:
     """Start `python -m aionn.driver ARGUMENTS`, which also leaves a template if one is given. Returns the pid.
 
     Raises:
         OSError: the process cannot be started.
     """
-    places = [CONTROL_FD, 1, COUNTER_FD]
     given = list(theirs)
     if leaves is not None:
         arguments = [*arguments, LEAVES_TEMPLATE + " " * SPACES]
-        places += [SOCKET_FD, PAGE_FD]
         given += leaves.theirs
     # Numbers above the child's numbers, so that each dup2 really duplicates and clears close-on-exec.
     high: list[int] = []
     try:
+        if settings.starter is not None:
+            return settings.starter.start(arguments, settings.threads, settings.environment, given)
         for fd in given:
             high.append(fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 10))
         return os.posix_spawn(
@@ -244,7 +250,7 @@ def _executed(arguments: list[str], environment: dict[str, str], theirs: tuple[i
             environment,
             file_actions=[
                 (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
-                *((os.POSIX_SPAWN_DUP2, fd, place) for fd, place in zip(high, places, strict=True)),
+                *((os.POSIX_SPAWN_DUP2, fd, place) for fd, place in zip(high, PLACES, strict=False)),
                 (os.POSIX_SPAWN_DUP2, 1, 2),
             ],
             # The app handles a signal to the process group. The driver unblocks signals once it ignores those.
@@ -267,96 +273,11 @@ def needs_as_text(needs: Needs | None) -> str:
     return msgspec.json.encode(needs).decode()
 
 
-_LOCALE = "LANG LANGUAGE LC_ALL LC_COLLATE LC_CTYPE LC_MESSAGES LC_MONETARY LC_NUMERIC LC_TIME LOCALE_ARCHIVE LOCPATH TZ TZDIR"
-_SYSTEM = "GLIBC_TUNABLES LD_BIND_NOW LD_DEBUG LD_LIBRARY_PATH LD_PRELOAD NIX_LD NIX_LD_LIBRARY_PATH PATH"
-_PYTHON = """
-    CONDA_PREFIX EBPYTHONPREFIXES GUIX_PYTHONPATH NIX_PYTHONPATH PYTHONASYNCIODEBUG PYTHONCASEOK PYTHONCOERCECLOCALE PYTHONDEBUG
-    PYTHONDEVMODE PYTHONDONTWRITEBYTECODE PYTHONFAULTHANDLER PYTHONHASHSEED PYTHONHOME PYTHONINTMAXSTRDIGITS PYTHONIOENCODING PYTHONMALLOC
-    PYTHONMALLOCSTATS PYTHONNODEBUGRANGES PYTHONNOUSERSITE PYTHONOPTIMIZE PYTHONPATH PYTHONPERFSUPPORT PYTHONPLATLIBDIR
-    PYTHONPROFILEIMPORTTIME PYTHONPYCACHEPREFIX PYTHONSAFEPATH PYTHONTRACEMALLOC PYTHONUSERBASE PYTHONUTF8 PYTHONVERBOSE
-    PYTHONWARNDEFAULTENCODING PYTHONWARNINGS PYTHON_COLORS PYTHON_CPU_COUNT PYTHON_FROZEN_MODULES PYTHON_GIL PYTHON_JIT
-    PYTHON_PERF_JIT_SUPPORT PYTHON_TLBC VIRTUAL_ENV
-"""
-_NUMPY = "BLIS_NUM_THREADS GOTO_NUM_THREADS NPY_DISABLE_CPU_FEATURES NPY_ENABLE_CPU_FEATURES NUMPY_MADVISE_HUGEPAGE RAYON_NUM_THREADS"
-_ENGINES = """
-    OPENVINO_LOG_LEVEL OPENVINO_TRACE_DEPTH OCL_ICD_FILENAMES OCL_ICD_VENDORS ZE_AFFINITY_MASK ZE_FLAT_DEVICE_HIERARCHY
-    LITERT_DISABLE_OPENCL TF_CPP_MAX_VLOG_LEVEL TF_CPP_MIN_LOG_LEVEL
-    NVIDIA_DRIVER_CAPABILITIES NVIDIA_TF32_OVERRIDE NVIDIA_VISIBLE_DEVICES AMD_LOG_LEVEL GPU_DEVICE_ORDINAL GPU_MAX_HW_QUEUES ROCM_PATH
-"""
-_SANITIZERS = "ASAN_OPTIONS HWASAN_OPTIONS LSAN_OPTIONS MSAN_OPTIONS TSAN_OPTIONS UBSAN_OPTIONS"
-_OWN = "AIONN_LANES"
-_KEPT = frozenset(" ".join((_LOCALE, _SYSTEM, _PYTHON, _NUMPY, _ENGINES, _SANITIZERS, _OWN)).split())
-_KEPT_FAMILIES = (
-    *(
-        "AIONN_FAKE_DEVICE",
-        "AIONN_TEST_",
-        "CUDA_",
-        "CUDNN_",
-        "DNNL_",
-        "GOMP_",
-        "HIP_",
-        "HSA_",
-        "HWLOC_",
-        "KMP_",
-        "MALLOC_",
-        "MIGRAPHX_",
-        "MIOPEN_",
-        "MKL_",
-    ),
-    *("MLAS_", "OMP_", "ONEDNN_", "OPENBLAS_", "ORT_", "OV_", "ROCR_", "TBB_"),
-)
-"""Beginnings of names that belong to one library. Other beginnings also name secrets: NVIDIA_API_KEY, PYTHON_KEYRING_BACKEND, and LC_
-variables, which ssh passes on."""
-
-_SECRETS = frozenset(
-    ("APIKEY", "AUTH", "COOKIE", "CREDENTIAL", "CREDENTIALS", "KEY", "PASS", "PASSPHRASE", "PASSWD", "PASSWORD", "PROXY", "PWD", "SECRET")
-) | {"TOKEN", "URL", "USERNAME"}
-"""Words of a name that keep a variable of a family back. The OSS Review Toolkit has an ORT_HTTP_PASSWORD."""
-
-APP_PID = "AIONN_APP_PID"
-"""The variable in the environment of a driver with the number of its app, as the app itself knows it."""
-
-_SET_BY_AIONN = frozenset((APP_PID, "PYTHONUNBUFFERED", "UV_USE_IO_URING"))
-
 SANDBOX = "AIONN_SANDBOX"
 """The variable with the level of drivers, for an app that gives none to `Runtime(sandbox=)`."""
 
 _LEVELS = ("auto", "require", "off")
 """What an app may ask for. "strict" is for tests, and only the environment can ask for it: a denied system call then ends the driver."""
-
-_NO_HOME = "/nonexistent"
-
-
-def driver_environment(sandbox: str, threads: int, more: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a driver process: the app's without a sandbox, else the part of it that a driver may know.
-
-    Args:
-        sandbox: the level.
-        threads: the most threads of the pools that libraries make. 0 sets no bound.
-        more: variables that the app adds.
-    """
-    if sandbox == "off":
-        environment = dict(os.environ)
-    else:
-        environment = {
-            name: value
-            for name, value in os.environ.items()
-            if name in _KEPT or (name.startswith(_KEPT_FAMILIES) and not _SECRETS.intersection(name.upper().split("_")))
-        }
-        environment["HOME"] = _NO_HOME
-        environment.update(_user_packages())
-    if threads:
-        environment.update(dict.fromkeys(POOL_SIZES, str(threads)))
-    environment.update(more)
-    # Buffered prints of an engine would be lost when its driver is killed.
-    return {**environment, "PYTHONUNBUFFERED": "1", APP_PID: str(os.getpid())}
-
-
-def _user_packages() -> dict[str, str]:
-    """Name the folder of `pip install --user` if this app imports from it. Python looks for it in HOME otherwise."""
-    site = sys.modules.get("site")
-    base = getattr(site, "USER_BASE", None) if getattr(site, "ENABLE_USER_SITE", False) else None
-    return {"PYTHONUSERBASE": base} if base else {}
 
 
 def checked_driver_env(driver_env: object) -> dict[str, str]:
@@ -376,7 +297,7 @@ def checked_driver_env(driver_env: object) -> dict[str, str]:
         if not isinstance(value, str) or "\0" in value or not _is_encodable(value):
             found = "a text that cannot be a value" if isinstance(value, str) else type(value).__name__
             raise CallerError(f"driver_env: {name!r} is {found}; give a text without a zero byte")
-        if name in _SET_BY_AIONN:
+        if name in SET_BY_AIONN:
             raise CallerError(f"driver_env: aionn sets {name} for its drivers; leave it out")
     return dict(driver_env)
 

@@ -164,7 +164,8 @@ class Template:
         os.pwrite(self._page, bytes(4), NUMBER_OF_LAST)
         said = b""
         with suppress(OSError):
-            socket.send_fds(self._orders, [encode_order(arguments, environment)], given)
+            variables = {name: value for name, value in environment.items() if may_differ(name)}
+            socket.send_fds(self._orders, [encode_order(arguments, variables)], given)
             if is_readable(self._orders.fileno(), _ANSWER_S):
                 said = self._orders.recv(PAGE_BYTES)
         if said not in (b"", MADE):
