@@ -6,7 +6,7 @@ order's descriptors, folder, environment and arguments, and then runs as `python
 Invariants
     A copy is made while the process has one thread.
     Signals that end a group are blocked in the template, so a copy misses none that comes before it has its own handlers.
-    The template ends with the thread that started it, and with its socket.
+    The template ends with its socket, and so with the process that started it.
 """
 
 from __future__ import annotations
@@ -49,8 +49,6 @@ NEEDED = """
 MOST_DESCRIPTORS = 253
 """The kernel passes no more at once."""
 
-_PR_SET_PDEATHSIG = 1
-
 
 def import_needed() -> str:
     """Import what apps need, with one thread. Returns why no copies can be made, or an empty text."""
@@ -66,25 +64,32 @@ def import_needed() -> str:
 
 def wait_for_order(orders: socket.socket, page: int) -> tuple[dict[str, Any], list[int]]:
     """Be the template. Returns an order with its descriptors, in copies only."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     signal.pthread_sigmask(signal.SIG_BLOCK, GROUP_SIGNALS)
-    orders.send(import_needed().encode() or READY)
-    while True:
-        message, given, _, _ = socket.recv_fds(orders, MOST_BYTES, MOST_DESCRIPTORS)
-        if not message:
-            os._exit(0)
-        try:
-            if not make_sibling(page, NUMBER_OF_LAST):
+    try:
+        orders.send(import_needed().encode() or READY)
+        while True:
+            message, given, _, _ = socket.recv_fds(orders, MOST_BYTES, MOST_DESCRIPTORS)
+            if not message:
+                os._exit(0)
+            why = copied(page)
+            if why is None:
                 break
-            answer = MADE
-        except OSError as error:
-            answer = str(error).encode()
-        for fd in given:
-            os.close(fd)
-        orders.send(answer)
+            for fd in given:
+                os.close(fd)
+            orders.send(why.encode() or MADE)
+    except ConnectionError:
+        os._exit(0)  # pytest's worker has gone
     orders.close()
     os.close(page)
     return json.loads(message.rpartition(b"\0")[2]), given
+
+
+def copied(page: int) -> str | None:
+    """Copy this process. Returns None in the copy. In this process it returns why there is no copy, or an empty text if there is one."""
+    try:
+        return "" if make_sibling(page, NUMBER_OF_LAST) else None
+    except OSError as error:
+        return str(error)
 
 
 def take_over(order: dict[str, Any], given: Sequence[int]) -> list[str]:

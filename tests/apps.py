@@ -34,7 +34,7 @@ PATIENCE_S = 60.0
 
 
 class AppTemplate:
-    """The template of the apps of this process. It ends with the thread that made it."""
+    """The template of the apps of this process. It ends with this process at the latest."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # some tests start apps in threads
