@@ -49,7 +49,7 @@ MOST: dict[str, tuple[int, int, int]] = {
 # 14 what compiles and computes, imported when an open runtime needs it
 # 35 the memory of a burst's first frame, which goes to the driver with the opening
 # 248 a service that gives its rights away, and the process that starts its drivers
-MOST_CODE_LINES = 45_229
+MOST_CODE_LINES = 45_230
 MOST_FILES = 328
 MOST_LINES_OF_C = 5_880
 MOST_NAMES_DEFINED_TWICE = 0

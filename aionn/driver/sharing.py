@@ -46,6 +46,10 @@ IDLE_S = 300.0
 MOST_BYTES = 4 << 30
 """So many bytes of weights may be here before a shared driver frees executables that no app holds."""
 
+MOST_IDLE = 64
+"""So many executables that no app holds stay in a shared driver. A model without weights takes memory, too, and each preparation looks at
+all that are here."""
+
 _SEALED_BYTES = 16 << 20
 """A model without a token whose sealed constants are larger is not recognised: the loop would take too long to digest them."""
 
@@ -188,7 +192,7 @@ class Sharing:
 
     With `by_contents`, apps that do not trust each other use the device. It believes no token, and compiles equal models of theirs once.
     An executable then stays for a while after its last prepared model (`IDLE_S`). Those that have been idle for longest go first if all
-    of them have more than `MOST_BYTES`.
+    of them have more than `MOST_BYTES`, or if there are more than `MOST_IDLE`.
 
     Attributes:
         quarantined: when models may be prepared again, in CLOCK_MONOTONIC, by key.
@@ -281,7 +285,7 @@ class Sharing:
     def _make_room(self) -> None:
         total = sum(shared.size_bytes for shared in self.all())
         for shared in list(self._idle):
-            if total <= MOST_BYTES:
+            if total <= MOST_BYTES and len(self._idle) <= MOST_IDLE:
                 return
             self._evict_one(shared)
             total -= shared.size_bytes

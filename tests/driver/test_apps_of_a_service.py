@@ -366,6 +366,17 @@ async def test_an_idle_executable_goes_after_a_while(driver: Driver, monkeypatch
     await until(lambda: driver.device.sharing.all() == [])
 
 
+async def test_of_many_idle_executables_the_latest_stay(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models without weights count nothing in bytes."""
+    monkeypatch.setattr(sharing, "MOST_IDLE", 2)
+    async with driver.app(7) as app:
+        models = [await prepare(app, W * factor) for factor in (1, 2, 3, 4)]
+        for model in models[:3]:
+            await model.aclose()
+        left = {shared.label for shared in driver.device.sharing.all()}
+        assert left == {product(W * factor).token.hex()[:16] for factor in (2, 3, 4)}  # the last one is in use
+
+
 async def test_the_one_that_is_idle_for_longest_makes_room(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sharing, "MOST_BYTES", 2 * W.nbytes)
     async with driver.app(7) as app:
