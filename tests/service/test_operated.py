@@ -38,6 +38,12 @@ def activated(activate: str, folder: Path, path: str) -> Iterator[None]:
             process.wait(30)
 
 
+def listens(path: str) -> bool:
+    """Whether a process accepts connections there. A socket has its path before that."""
+    sockets = [line.split() for line in Path("/proc/net/unix").read_text(encoding="utf-8").splitlines()]
+    return any(row[-1] == path and row[3] == "00010000" for row in sockets)  # __SO_ACCEPTCON
+
+
 async def test_streams_go_on_when_the_service_is_asked_to_end(folder: Path) -> None:
     served = Served(folder)
     async with aionn.Runtime(service=served.path, start=()) as runtime:
@@ -77,7 +83,7 @@ async def test_systemd_starts_the_service_at_the_first_connection(folder: Path) 
         pytest.skip("systemd is not installed")
     path = str(folder / "s.sock")
     with activated(activate, folder, path):
-        await until(lambda: os.path.exists(path))
+        await until(lambda: listens(path))
         async with aionn.Runtime(service=path, start=()) as runtime:
             await right((await runtime.compile(MODEL, devices=REFERENCE)).compute, 1)
 
