@@ -77,6 +77,14 @@ def memory_bytes(pid: int, *kinds: str) -> int:
     return 1024 * sum(int(line.split()[1]) for line in lines if line.partition(":")[0] in kinds)
 
 
+def wake_ups(pid: int) -> int:
+    """How often the threads of a process have gone to sleep so far."""
+    found = 0
+    for status in Path(f"/proc/{pid}/task").glob("*/status"):
+        found += next(int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith("voluntary_ctxt_switches"))
+    return found
+
+
 async def system_calls(pid: int, act: Callable[[], Awaitable[object]]) -> int | None:
     """Return how many system calls a process makes while `act` runs, as strace counts them.
 

@@ -13,6 +13,7 @@ Rows, one ratio or more each, with the bound that aionn means to reach. Ratios a
     N10       the blocking face beside the awaited call, hot and at 31 calls a second
     N11       opening the 64th burst, and the memory that it adds
     N12       one active burst among 64 idle ones; 64 and 200 outputs held
+    N13       joining where nothing is joined: a lone caller, a driver that waits, a model that gains nothing; and instances
     N14       64 streams through deaths, swaps and scrapes: two minutes a round, and only if it is named
 Contenders measure short segments in turn, unpinned. Times are microseconds from the moment when a frame is due. CPU is seconds per 10,000
 frames, of the app and of the other process. N6 and N12 need `--rounds 10`.
@@ -24,7 +25,7 @@ import argparse
 
 import uvloop
 
-from tests.bench import many_blocking, many_chains, many_frames, many_joined, many_soak, many_streams
+from tests.bench import many_blocking, many_chains, many_frames, many_joined, many_joining, many_soak, many_streams
 from tests.bench.real_report import Groups, Options, Report, measure, print_measured, rows_among
 
 GROUPS: Groups = (
@@ -40,6 +41,7 @@ GROUPS: Groups = (
     (("N10",), many_blocking.blocking),
     (("N11",), many_frames.opening),
     (("N12",), many_frames.idle_and_held),
+    (("N13",), many_joining.little),
     (("N14",), many_soak.soak),
 )
 ROWS = tuple(row for rows, _ in GROUPS for row in rows)

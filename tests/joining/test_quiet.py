@@ -16,6 +16,7 @@ import aionn
 from aionn.pages.layout import JoinedRuns
 from aionn.runtime.compilation import BatchingState
 from aionn.testing.models import identity_model
+from tests.bench.machine import wake_ups
 from tests.joining.engine import NAME
 from tests.joining.test_failures import doubling
 from tests.leaks import driver_pids
@@ -23,14 +24,6 @@ from tests.leaks import driver_pids
 pytestmark = pytest.mark.anyio
 
 BURSTS, BEATS = 16, 3
-
-
-def wake_ups(pid: int) -> int:
-    """How often the threads of a process have gone to sleep so far."""
-    found = 0
-    for status in Path(f"/proc/{pid}/task").glob("*/status"):
-        found += next(int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith("voluntary_ctxt_switches"))
-    return found
 
 
 async def later(beat_ns: Callable[[], int], beats: int) -> None:
