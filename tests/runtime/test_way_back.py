@@ -256,9 +256,9 @@ async def test_a_passing_shortage_is_not_the_stage_s_fault(quick: FakeDevice, be
         resource.prlimit(pid, resource.RLIMIT_NOFILE, (min(set(range(len(used) + 1)) - used), limits[1]))
         with trace.record() as recording:
             for _ in range(3):
-                with aionn.Memory.allocate(frame(1)["x"].nbytes) as memory:  # the driver has none of it yet
-                    with pytest.raises(aionn.ExecutionError, match="RESOURCE_EXHAUSTED_TRANSIENT"):
-                        await compilation.compute({"x": memory})
+                memory = aionn.Memory.allocate(frame(1)["x"].nbytes)  # the driver has none of it yet
+                with memory, pytest.raises(aionn.ExecutionError, match="RESOURCE_EXHAUSTED_TRANSIENT"):
+                    await compilation.compute({"x": memory})
         resource.prlimit(pid, resource.RLIMIT_NOFILE, limits)
         assert recording.total("stage.failed") == 0
         assert (await compilation.compute(frame(2))).stage == best.name
