@@ -106,13 +106,14 @@ def take_over(order: dict[str, Any], given: Sequence[int]) -> list[str]:
     os.chdir(order["cwd"])
     fork_drivers(dict(os.environ))
     arguments = begin_anew(order["argv"], order["environment"])
+    sys.modules["__main__"] = types.ModuleType("__main__")  # `end` clears it, from the first signal on
     signal.pthread_sigmask(signal.SIG_UNBLOCK, GROUP_SIGNALS)
     return arguments
 
 
 def execute(arguments: list[str]) -> None:
     """Execute `-c CODE`, `-m MODULE` or a script, with arguments for it, as `__main__`."""
-    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    main = sys.modules["__main__"]
     first, *rest = arguments
     if first == "-m":
         sys.argv, sys.path[:0] = ["-m", *rest[1:]], [os.getcwd()]
