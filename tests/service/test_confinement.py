@@ -114,9 +114,12 @@ def status(pid: int | None) -> dict[str, str]:
     return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
 
 
+def children_of(served: Served) -> list[int]:
+    return list(map(int, Path(f"/proc/{served.process.pid}/task/{served.process.pid}/children").read_text(encoding="utf-8").split()))
+
+
 def starter_of(served: Served) -> int:
-    children = Path(f"/proc/{served.process.pid}/task/{served.process.pid}/children").read_text(encoding="utf-8").split()
-    (found,) = [int(pid) for pid in children if status(int(pid))["Name"] == "aionn-starter"]
+    (found,) = [pid for pid in children_of(served) if status(pid)["Name"] == "aionn-starter"]
     return found
 
 
@@ -151,6 +154,7 @@ async def test_a_confined_service_refuses_what_would_give_rights_back(served: Se
         async with aionn.Runtime(service=served.path, start=(), **options) as runtime:
             with pytest.raises(aionn.DeviceUnavailableError, match=why):
                 await runtime.compile(MODEL, devices=REFERENCE)
+    assert children_of(served) == [starter_of(served)]  # the copies that have refused are waited for
 
 
 @WHOLE
