@@ -102,5 +102,5 @@ def _settings_of(body: ConnectDriver, state_dir: str, starter: Starter | None) -
     except msgspec.DecodeError as error:
         raise CallerError(f"needs: {error}; expected the fields of aionn.hal.Needs") from error
     environment = checked_driver_env(body.environment)
-    sandbox = checked_sandbox(body.sandbox)
+    sandbox = body.sandbox if body.sandbox == "strict" else checked_sandbox(body.sandbox)  # the environment of an app may ask for it
     return Settings(state_dir, DEFAULT_HANG_S, body.threads, sandbox, environment, needs, template=True, shared=True, starter=starter)
