@@ -256,7 +256,7 @@ async def test_a_plan_that_one_dead_driver_ended_is_given_back_in_the_others() -
             right.behave()
             await burst.compute({"input": x})
             with anyio.fail_after(30):
-                while before.steps[0].prepared.number in survivor._models:
+                while before.steps[0].prepared.number in survivor._models or len(survivor._bursts) > 1:  # in either order
                     await anyio.lowlevel.checkpoint()
             assert len(survivor._models) == 1
             assert len(survivor._bursts) == 1
