@@ -254,6 +254,7 @@ async def _counted(service: Served, path: Path, inputs: Any) -> tuple[float, flo
                 await asyncio.sleep(ends_s - time.monotonic())
 
             await burst.compute(inputs)
+            await act(0)  # what a new model and its template have the service do is over then
             busy = await system_calls(service.process.pid, partial(act, COUNTED_FRAMES))
             idle = await system_calls(service.process.pid, partial(act, 0))
     return None if busy is None or idle is None else (float(busy), float(idle))

@@ -101,7 +101,8 @@ async def test_a_cancelled_frame_gives_its_slot_back(silero_path: Path, silero: 
                     assert_same(await burst.compute(frame), expected)
 
             with anyio.fail_after(60):
-                assert await at_every_point(one_frame, one_frame) >= 1
+                while not await at_every_point(one_frame, one_frame):
+                    pass  # it was answered without an await
                 # Far more of them than any burst has slots: a slot lost each time would be missed by now.
                 for _ in range(200):
                     with anyio.CancelScope() as scope:
