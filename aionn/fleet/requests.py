@@ -393,7 +393,8 @@ class Requests:
                     raise
                 except BaseError as error:
                     failure = error
-                    if isinstance(error, _FINAL) or self.opened.folder is not None:
+                    # A sweep removes empty folders, also one that is being made for this object.
+                    if isinstance(error, _FINAL) or (self.opened.folder is not None and "kind: NotFound" not in str(error)):
                         raise self._failed(doing, error) from error
                 except OSError as error:
                     if isinstance(error, FileNotFoundError):

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import anyio
 import pytest
 
 from aionn.fleet.artifact_store import ArtifactStore, Pushed, claimed_files, trusted_files
@@ -125,6 +128,27 @@ async def test_unfinished_files_and_empty_folders_of_killed_writers_go(folder_st
     await age(folder_store, 31)
     await sweep(folder_store, claimed_files)
     assert sorted(path.name for path in folder.rglob("*")) == ["blake3", "statement"]
+
+
+async def test_a_writer_loses_nothing_to_a_sweep_that_removes_empty_folders(folder_store: ArtifactStore) -> None:
+    folder = folder_store.requests.opened.folder
+    assert folder is not None
+    over = threading.Event()
+
+    def keep_removing() -> None:
+        while not over.is_set():
+            for place in ("a/b/c/d/e", "a/b/c/d", "a/b/c", "a/b", "a"):
+                with suppress(OSError):
+                    os.rmdir(folder / place)
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(anyio.to_thread.run_sync, keep_removing)
+        try:
+            for _ in range(100):
+                assert await folder_store.requests.put_new("a/b/c/d/e/object", b"1")
+                (folder / "a/b/c/d/e/object").unlink()
+        finally:
+            over.set()
 
 
 # --- what a hostile writer has put there ------------------------------------------------------------------------------
