@@ -85,7 +85,7 @@ def wait_for_order(orders: socket.socket, page: int) -> tuple[dict[str, Any], li
 
 
 def copied(page: int) -> str | None:
-    """Copy this process. Returns None in the copy. In this process it returns why there is no copy, or an empty text if there is one."""
+    """Copy this process. The copy gets None. This process gets an empty text, or the reason if there is no copy."""
     try:
         return "" if make_sibling(page, NUMBER_OF_LAST) else None
     except OSError as error:

@@ -27,10 +27,17 @@ from aionn.remote.orders import OWN_NUMBER
 from aionn.runtime.processes.template import Template, surroundings
 from tests.fresh_start import TAKEN_OVER, read_at_load
 
-__all__ = ["App", "AppTemplate", "run_app"]
+__all__ = ["App", "AppTemplate", "run_app", "wait_until_ready"]
 
 PATIENCE_S = 60.0
 """How long the template may take to make a copy. An app would not wait so long, but the machine of the tests is busy."""
+
+
+def wait_until_ready(template: Template) -> None:
+    """Wait until a template waits for orders, or has ended."""
+    while not template.ended and not template.pid:
+        select.select([template._orders], [], [])
+        template.look()
 
 
 class AppTemplate:
@@ -52,9 +59,7 @@ class AppTemplate:
         )
         os.pwrite(page, self.process.pid.to_bytes(4, "little"), OWN_NUMBER)
         self._template.given()
-        while not self._template.ended and not self._template.pid:
-            select.select([self._template._orders], [], [])  # it says that it waits for orders, or ends
-            self._template.look()
+        wait_until_ready(self._template)
 
     @property
     def why(self) -> str:

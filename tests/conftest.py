@@ -10,7 +10,6 @@ import gc
 import logging
 import math
 import os
-import select
 import shutil
 import signal
 import subprocess
@@ -213,9 +212,8 @@ def drivers_are_copies(request: pytest.FixtureRequest) -> Iterator[None]:
         patch.setattr(os, "posix_spawn", warm_spawn(os.posix_spawn))
         first = Spawned("onnxruntime", BUILT_IN["onnxruntime"], USUAL, Settings(sandbox="auto"))
     left = template.template_of_thread()
-    while left is not None and not left.ended and not left.pid:
-        select.select([left._orders], [], [])  # it says that it waits for orders, or ends
-        left.look()
+    if left is not None:
+        apps.wait_until_ready(left)
     first.end()
     assert template.why_none() == ""
     yield

@@ -32,7 +32,7 @@ DRIVER = ["-P", "-m", "aionn.driver"]
 
 
 def at_load(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that a library has read which a driver needs, but for sizes of pools."""
+    """Return the variables that libraries of a driver have read when they were loaded. Sizes of pools do not count."""
     return {name: value for name, value in read_at_load(environment).items() if name not in (*POOL_SIZES, "UV_USE_IO_URING")}
 
 

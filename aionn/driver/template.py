@@ -102,7 +102,7 @@ def _import_needed(device: str) -> str:
 
 
 def _copy(at: int) -> str | None:
-    """Copy this process. Returns None in the copy. In this process it returns why there is no copy, or an empty text if there is one."""
+    """Copy this process. The copy gets None. This process gets an empty text, or the reason if there is no copy."""
     from aionn.driver._sibling import make_sibling
 
     try:

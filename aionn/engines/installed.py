@@ -91,7 +91,7 @@ def installed_engines() -> dict[str, str]:
     found: dict[str, str] = {}
     with with_descriptors("the look for engines"):
         if any(map(_may_have_engines, sys.path)):
-            from importlib.metadata import entry_points  # that takes 20 ms where 200 packages are installed
+            from importlib.metadata import entry_points  # that takes 40 ms where 200 packages are installed
 
             for point in entry_points(group=GROUP):
                 found.setdefault(point.name, f"{point.module}:{point.attr}")
@@ -99,7 +99,7 @@ def installed_engines() -> dict[str, str]:
 
 
 def _may_have_engines(folder: str) -> bool:
-    """Return whether a package in a folder of `sys.path`, other than this one, may have engines. Looking takes 1 ms for 200 packages."""
+    """Return whether a package in a folder of `sys.path`, other than this one, may have engines. Looking takes 3 ms for 200 packages."""
     if not os.path.isdir(folder or "."):
         return os.path.exists(folder)  # a zip file, which the library reads
     names = os.listdir(folder or ".") if os.access(folder or ".", os.R_OK) else ()

@@ -30,7 +30,7 @@ import numpy as np
 import uvloop
 
 import aionn
-from tests.bench.machine import memory_bytes, system_calls
+from tests.bench.machine import memory_bytes, system_calls, wake_ups
 from tests.bench.real_hot import timed
 from tests.bench.real_report import Groups, Lanes, NotAvailableError, Options, Report, Taken, measure, print_measured, ratios, rows_among
 from tests.bench.real_subjects import silero_subject
@@ -434,21 +434,14 @@ async def idle(report: Report, options: Options) -> None:
         pid = service.process.pid
         woken = []
         for _ in range(options.rounds):
-            before = _wake_ups(pid)
+            before = wake_ups(pid)
             await asyncio.sleep(COUNTED_S)
-            woken.append((_wake_ups(pid) - before) / COUNTED_S)
+            woken.append((wake_ups(pid) - before) / COUNTED_S)
         rss = [memory_bytes(pid, "Rss") / 2**20]
         own = [memory_bytes(pid, "Private_Dirty", "Private_Clean") / 2**20]
     report.note("memory of the idle service", {"RSS": rss, "of that private": own}, "MiB")
     report.check("B11", "RSS of the idle service, MiB", rss, 30.0)
     report.check("B11", "wake-ups of it a second", woken, 1.0)
-
-
-def _wake_ups(pid: int) -> int:
-    found = 0
-    for path in Path(f"/proc/{pid}/task").glob("*/status"):
-        found += sum(int(line.split()[1]) for line in path.read_text().splitlines() if line.startswith("voluntary_ctxt"))
-    return found
 
 
 GROUPS: Groups = (

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from aionn.needs import Confinement
 from aionn.runtime.processes.environment import driver_environment
 from aionn.runtime.processes.spawning import Settings, Spawned
 from aionn.runtime.processes.template import template_of_thread
+from tests.apps import wait_until_ready
 from tests.sandbox.asking import WORD, targets
 from tests.sandbox.evil_calls import Target
 from tests.service.served import Served, parent_of
@@ -180,10 +180,10 @@ def orders_to_a_template() -> list[int]:
     given = ["reference", "3", "0", "/nonexistent/state", "auto", "", "4", "", "shared"]
     spawned = Spawned("reference", "", "0", Settings(state_dir=given[3], sandbox=given[4], shared=True))
     try:
-        by, made = time.monotonic() + 60, list[int]()
-        while (template := template_of_thread()) is None or not template.pid:
-            assert time.monotonic() < by
-            time.sleep(0.01)
+        made, template = list[int](), template_of_thread()
+        assert template is not None
+        wait_until_ready(template)
+        assert template.pid
         with open(os.devnull, "rb+") as null:
             for place, word in ((4, "off"), (3, "/tmp"), (5, "/tmp/x"), (0, "reference")):
                 changed = [*given[:place], word, *given[place + 1 :]]

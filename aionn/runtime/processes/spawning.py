@@ -1,4 +1,4 @@
-"""Start the process of a driver. Only this file starts processes.
+"""Start the process of a driver. A confined service lets another process do it (`starter`).
 
 A driver is a copy of a template, or is started by posix_spawn and exec. So nothing of the app's loop or threads is copied into it.
 
