@@ -20,7 +20,7 @@ The faults that can be put back are the fields of `Protocol` that are True.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -123,15 +123,27 @@ def start(p: Protocol) -> State:
 
 
 def _burst(s: State, which: int, /, **changes: Any) -> State:
-    bursts = list(s.bursts)
-    bursts[which] = bursts[which]._replace(**changes)
-    return s._replace(bursts=tuple(bursts))
+    bursts = s.bursts
+    changed = Burst._make(_changed(bursts[which], BURST, changes))
+    return State._make(((*bursts[:which], changed, *bursts[which + 1 :]), *s[1:]))
 
 
 def _lane(s: State, which: int, /, **changes: Any) -> State:
-    lanes = list(s.lanes)
-    lanes[which] = lanes[which]._replace(**changes)
-    return s._replace(lanes=tuple(lanes))
+    lanes = s.lanes
+    changed = Lane._make(_changed(lanes[which], LANE, changes))
+    return State._make((s.bursts, (*lanes[:which], changed, *lanes[which + 1 :]), *s[2:]))
+
+
+BURST = {name: place for place, name in enumerate(Burst._fields)}
+LANE = {name: place for place, name in enumerate(Lane._fields)}
+
+
+def _changed(party: Iterable[Any], places: Mapping[str, int], changes: Mapping[str, Any]) -> list[Any]:
+    """Do what `_replace` does, in half the time: a search makes some hundred thousand of them."""
+    values = [*party]
+    for name, value in changes.items():
+        values[places[name]] = value
+    return values
 
 
 def _wake_one(s: State) -> State:
@@ -502,8 +514,15 @@ def _steps(p: Protocol, s: State) -> list[tuple[str, State]]:
     if s.gil < 0:
         steps += _loop_steps(p, s)
     for n in range(len(s.lanes)):
-        steps += [(f"lane {n} {name}", following) for name, following in _lane_steps(p, s, n)]
+        steps += [(f"lane {n} {name}", _in_order(following)) for name, following in _lane_steps(p, s, n)]
     return steps
+
+
+def _in_order(s: State) -> State:
+    """Two lanes are alike, so one of the two states that differ by their numbers stands for both. On a way the numbers may change."""
+    if len(s.lanes) < 2 or s.lanes[0] <= s.lanes[1]:
+        return s
+    return s._replace(lanes=s.lanes[::-1], gil=s.gil if s.gil < 0 else 1 - s.gil)
 
 
 def _nothing_is_owed(s: State) -> bool:

@@ -25,6 +25,7 @@ The faults that can be put back:
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias, TypeVar
@@ -145,16 +146,20 @@ def explore(start: S, steps_of: Callable[[S], list[tuple[str, S]]], served: Call
     """The way to a state that has no step and is not `served`, or None; and how many states were seen."""
     came_from: dict[S, tuple[S, str] | None] = {start: None}
     stack = [start]
-    while stack:
-        state = stack.pop()
-        steps = steps_of(state)
-        if not steps and not served(state):
-            return _way_to(state, came_from), len(came_from)
-        for name, following in steps:
-            if following not in came_from:
-                came_from[following] = (state, name)
-                stack.append(following)
-    return None, len(came_from)
+    gc.disable()  # states have no cycles, and a collection would visit all of them
+    try:
+        while stack:
+            state = stack.pop()
+            steps = steps_of(state)
+            if not steps and not served(state):
+                return _way_to(state, came_from), len(came_from)
+            for name, following in steps:
+                came = state, name
+                if came_from.setdefault(following, came) is came:
+                    stack.append(following)
+        return None, len(came_from)
+    finally:
+        gc.enable()
 
 
 def _way_to(state: S, came_from: dict[S, tuple[S, str] | None]) -> list[str]:
