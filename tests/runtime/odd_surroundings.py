@@ -1,7 +1,8 @@
-"""Surroundings that an app may find itself in. Run as `python -m tests.runtime.odd_surroundings NAME DIRECTORY`.
+"""Surroundings that an app may find itself in. Run as `python -m tests.runtime.odd_surroundings DIRECTORY NAME...`.
 
 A process of its own enters them, compiles a model through a cache, computes by both ways and writes `DIRECTORY/result.json`.
-It has `entered` (whether the surroundings were odd), and `error`, or what became of the cache. Exit code 77: the kernel forbids them.
+It has `entered` (by name, whether the surroundings were odd), and `error`, or what became of the cache. Exit code 77: the kernel forbids
+them.
 """
 
 from __future__ import annotations
@@ -422,11 +423,12 @@ def app(place: Path, found: dict[str, object]) -> None:
         found["error"] = f"{type(error).__name__}: {error}"
 
 
-def main(name: str, directory: str) -> None:
+def main(directory: str, *names: str) -> None:
     place = Path(directory)
     os.environ["XDG_STATE_HOME"] = str(place / "state")
-    found: dict[str, object] = {"entered": bool(SURROUNDINGS[name](place)), "removed": name == "a_removed_cache"}
-    if name == "a_loop_in_another_thread":
+    entered = {name: bool(SURROUNDINGS[name](place)) for name in names}
+    found: dict[str, object] = {"entered": entered, "removed": "a_removed_cache" in names}
+    if "a_loop_in_another_thread" in names:
         (thread := threading.Thread(target=app, args=(place, found))).start()
         thread.join()
     else:

@@ -8,6 +8,7 @@ import re
 import site
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -175,18 +176,33 @@ ALIKE = {
 }
 """Surroundings that lead through the same code as others do, so only soaks enter them."""
 
+TOGETHER = (
+    ("no_home", "a_cache_of_a_strange_name", "one_cpu", "every_signal_blocked", "ten_thousand_variables"),
+    ("a_removed_working_directory", "umask_777", "ignored_sigchld", "closed_stdin_stdout_and_stderr", "small_stacks"),
+    ("full_stdout_and_stderr", "an_empty_environment", "a_loop_in_another_thread"),
+    ("no_sys", "no_network", "full_shared_memory_and_temporary_folders"),
+    ("pid_1", "a_removed_cache"),
+)
+"""Surroundings in which an app works and which do not touch each other. One app enters those of a row. In soaks, each has its own."""
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.soak] if name in ALIKE else []) for name in SURROUNDINGS])
-def test_an_app_works_in_odd_surroundings_or_says_what_to_do(name: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.runtime.odd_surroundings", name, str(tmp_path)]
+ROWS = [
+    *(pytest.param(row, id=" ".join(row)) for row in TOGETHER),
+    *(pytest.param((name,), id=name, marks=[pytest.mark.soak] if name in {*ALIKE, *sum(TOGETHER, ())} else []) for name in SURROUNDINGS),
+]
+
+
+@pytest.mark.parametrize("names", ROWS)
+def test_an_app_works_in_odd_surroundings_or_says_what_to_do(names: Sequence[str], tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.runtime.odd_surroundings", str(tmp_path), *names]
     environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}  # one thread may enter a user namespace
     ran = subprocess.run(command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=100)
     if ran.returncode == 77:
         pytest.skip(f"the system does not allow it: {ran.stderr}")
     assert ran.returncode == 0, ran.stderr
     found = json.loads((tmp_path / "result.json").read_bytes())
-    assert found["entered"]
+    assert found["entered"] == dict.fromkeys(names, True)
     assert not (tmp_path / "no").exists(), "a home is never made"
+    name, *_ = names  # the others of a row are in neither table
     if name in REFUSED:
         expected = ".+".join(map(re.escape, REFUSED[name].split("{}")))
         assert re.fullmatch(expected, found["error"]), found
