@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.apps import run_app
+
 ROOT = Path(__file__).parents[2]
 
 
 def unprivileged(scenario: str, directory: Path) -> None:
-    done = subprocess.run(
+    done = run_app(
         [sys.executable, "-m", "tests.caching.unprivileged", scenario, str(directory)],
         cwd=ROOT,
         capture_output=True,

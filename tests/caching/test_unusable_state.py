@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.apps import run_app
 from tests.caching.unusable_state import FAULTS
 
 ROOT = Path(__file__).parents[2]
@@ -38,7 +38,7 @@ CASES = [
 @pytest.mark.parametrize(("fault", "sandbox"), CASES)
 def test_a_state_directory_that_cannot_be_used_costs_compilations_only(fault: str, sandbox: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.caching.unusable_state", fault, sandbox, str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    done = run_app(command, cwd=ROOT, capture_output=True, text=True)
     if done.returncode == 77:
         pytest.skip(f"the system does not allow it: {done.stderr}")
     assert (done.returncode, done.stdout.splitlines()) == (0, EXPECTED.get(fault, UNSAFE)), done.stderr
