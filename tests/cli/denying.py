@@ -1,11 +1,10 @@
-"""Become a command whose seccomp filter denies one call with EPERM: `python -m tests.cli.seccomp_launcher CALL COMMAND...`."""
+"""A seccomp filter that denies one call with EPERM, in this process and in those that it starts."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import struct
-import sys
 
 NUMBERS = {
     "memfd_create": (319, 279),
@@ -19,8 +18,9 @@ NUMBERS = {
 _PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP, _FILTER = 38, 22, 2
 
 
-def deny(number: int) -> None:
-    """Deny a call from now on, in this process and in those that it starts."""
+def deny(call: str) -> None:
+    """Deny a call from now on."""
+    number = NUMBERS[call][os.uname().machine == "aarch64"]
     load, equal, answer = 0x20, 0x15, 0x06
     program = b"".join(
         struct.pack("=HBBI", *instruction)
@@ -36,8 +36,3 @@ def deny(number: int) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) or libc.prctl(_PR_SET_SECCOMP, _FILTER, head, 0, 0):
         raise OSError(ctypes.get_errno(), "this system takes no seccomp filter")
-
-
-if __name__ == "__main__":
-    deny(NUMBERS[sys.argv[1]][os.uname().machine == "aarch64"])
-    os.execv(sys.argv[2], sys.argv[2:])

@@ -18,6 +18,10 @@ import pytest
 from tests.apps import run_app
 
 ROOT = Path(__file__).parent.parent.parent
+AIONN = "import runpy; runpy.run_module('aionn', run_name='__main__', alter_sys=True)"
+NOT_POSSIBLE = 77
+"""The exit code of a process that cannot be put into its bad place."""
+
 NEVER_JUDGED = ("cpu pressure",)
 """Other work on the machine that runs the tests is no fault of aionn."""
 
@@ -42,18 +46,21 @@ class Clinic:
 
     directory: Path
     environment: dict[str, str] = field(default_factory=dict)
-    prefix: tuple[str, ...] = ()
     alone: bool = False
 
     @property
     def state(self) -> Path:
         return self.directory / "state"
 
-    def run(self, *arguments: str, prefix: tuple[str, ...] = ()) -> Verdict:
-        command = [*prefix, sys.executable, "-m", "aionn", "doctor", "--json", "--state-dir", str(self.state), *arguments]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), **self.environment}
+    def run(self, *arguments: str, first: str = "") -> Verdict:
+        """Run the command. `first`: Python that its process executes before, to be in a bad place."""
+        program = ["-c", f"{first}\n{AIONN}"] if first else ["-m", "aionn"]
+        command = [sys.executable, *program, "doctor", "--json", "--state-dir", str(self.state), *arguments]
+        environment = {**os.environ, **self.environment}
         with nullcontext() if self.alone else among_doctors(fcntl.LOCK_SH):
             done = run_app(command, cwd=self.directory, env=environment, capture_output=True, text=True, timeout=100)
+        if done.returncode == NOT_POSSIBLE:
+            pytest.skip(f"the system does not allow it: {done.stderr}")
         assert "Traceback" not in done.stderr, done.stderr
         assert done.stdout, done.stderr
         told = json.loads(done.stdout)
@@ -100,11 +107,11 @@ class RealCgroup:
         (self.path / file).write_text(str(value))
 
     @property
-    def enter(self) -> tuple[str, ...]:
-        """A command that enters the cgroup and becomes the command behind it."""
-        return ("sh", "-c", f'echo $$ > {self.path}/cgroup.procs && exec "$@"', "sh")
+    def enter(self) -> str:
+        """Python that enters the cgroup."""
+        return f"with open({str(self.path / 'cgroup.procs')!r}, 'w') as procs: procs.write('0')"
 
 
-def with_limit(option: str, value: int) -> tuple[str, ...]:
-    """A command that sets a limit with `ulimit` and becomes the command behind it."""
-    return ("sh", "-c", f'ulimit {option} {value} && exec "$@"', "sh")
+def limit(name: str, value: int) -> str:
+    """Python that sets a soft limit of the module `resource`."""
+    return f"import resource; resource.setrlimit(resource.{name}, ({value}, resource.getrlimit(resource.{name})[1]))"

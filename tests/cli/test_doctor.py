@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.apps import App
-from tests.cli.doctor_runs import ROOT, Clinic, RealCgroup, among_doctors, with_limit
+from tests.cli.doctor_runs import NOT_POSSIBLE, ROOT, Clinic, RealCgroup, among_doctors, limit
 from tests.leaks import wait_for_end
 
 QUICK = ("--device", "reference")
@@ -52,12 +52,12 @@ def test_a_healthy_machine_passes_and_nothing_is_left(clinic: Clinic) -> None:
 def test_a_memory_cgroup_of_64_mb_fails_alone(clinic: Clinic) -> None:
     with RealCgroup("memory") as cgroup:
         cgroup.set("memory.limit_in_bytes", 64 << 20)
-        verdict = clinic.run(prefix=cgroup.enter)
+        verdict = clinic.run(first=cgroup.enter)
         assert verdict.failed == ["memory"]
         assert "memory.limit_in_bytes of cgroup /aionn-doctor" in verdict.rows["memory"]["found"]
         assert verdict.rows["engines"]["found"] == "not started, because of memory"
         cgroup.set("memory.limit_in_bytes", 1 << 30)
-        healed = clinic.run(*QUICK, prefix=cgroup.enter)
+        healed = clinic.run(*QUICK, first=cgroup.enter)
         assert healed.failed == []
         assert healed.ok("memory")
         assert healed.ok("engine reference")
@@ -69,18 +69,18 @@ def test_a_quota_of_one_cpu_fails_alone(clinic: Clinic) -> None:
     with RealCgroup("cpu") as cgroup:
         cgroup.set("cpu.cfs_period_us", 100_000)
         cgroup.set("cpu.cfs_quota_us", 100_000)
-        verdict = clinic.run(*QUICK, prefix=cgroup.enter)
+        verdict = clinic.run(*QUICK, first=cgroup.enter)
         assert verdict.failed == ["cpus"]
         assert "allows 1 of" in verdict.rows["cpus"]["found"]
         assert "a driver plans 1 thread" in verdict.rows["cpus"]["found"]
-        one = str(min(os.sched_getaffinity(0)))
-        assert clinic.run(*QUICK, prefix=(*cgroup.enter, "taskset", "-c", one)).ok("cpus"), "the second way out"
+        one = f"import os; os.sched_setaffinity(0, [{min(os.sched_getaffinity(0))}])"
+        assert clinic.run(*QUICK, first=f"{cgroup.enter}\n{one}").ok("cpus"), "the second way out"
         cgroup.set("cpu.cfs_quota_us", 100_000 * os.cpu_count())  # type: ignore[operator]
-        assert clinic.run(*QUICK, prefix=cgroup.enter).failed == []
+        assert clinic.run(*QUICK, first=cgroup.enter).failed == []
 
 
 def test_files_of_half_a_mb_fail_alone_and_name_the_way_out(clinic: Clinic) -> None:
-    verdict = clinic.run(prefix=with_limit("-S -f", 1024))
+    verdict = clinic.run(first=limit("RLIMIT_FSIZE", 512 << 10))
     assert verdict.failed == ["memory"]
     assert "RLIMIT_FSIZE of the process leaves 524.3 kB" in verdict.rows["memory"]["found"]
     assert "ulimit -f unlimited" in verdict.rows["memory"]["way_out"]
@@ -88,16 +88,17 @@ def test_files_of_half_a_mb_fail_alone_and_name_the_way_out(clinic: Clinic) -> N
 
 
 ENTER = """
-import os, sys
+import sys
 from pathlib import Path
 from tests.caching.required_cache import FAULTS
 from tests.caching.unprivileged import NotPossibleError
-(place := Path(sys.argv[2])).mkdir()
+place = Path({!r})
+place.mkdir()
 try:
-    FAULTS[sys.argv[1]](place / "cache")
+    FAULTS[{!r}](place / "cache")
 except NotPossibleError as error:
-    sys.exit(f"not possible: {error}")
-os.execvp(sys.argv[3], sys.argv[3:])
+    print(error, file=sys.stderr)
+    sys.exit({})
 """
 
 
@@ -110,11 +111,8 @@ os.execvp(sys.argv[3], sys.argv[3:])
     ],
 )
 def test_a_cache_that_cannot_keep_anything_fails_its_row(fault: str, status: str, found: str, clinic: Clinic, tmp_path: Path) -> None:
-    prefix = (sys.executable, "-c", ENTER, fault, str(tmp_path / "home"))
-    tried = subprocess.run([*prefix[:-1], str(tmp_path / "trial"), "true"], cwd=ROOT, capture_output=True, text=True, check=False)
-    if tried.returncode and "not possible" in tried.stderr:
-        pytest.skip(f"the system does not allow it: {tried.stderr}")
-    verdict = clinic.run(*QUICK, "--cache-dir", str(tmp_path / "home" / "cache"), prefix=prefix)
+    entering = ENTER.format(str(tmp_path / "home"), fault, NOT_POSSIBLE)
+    verdict = clinic.run(*QUICK, "--cache-dir", str(tmp_path / "home" / "cache"), first=entering)
     row = verdict.rows["cache directory"]
     assert (row["status"], found in row["found"]) == (status, True), row
     assert "give another cache_dir" in row["way_out"]
@@ -126,57 +124,33 @@ def test_a_cache_that_cannot_be_made_fails_its_row(clinic: Clinic) -> None:
 
 
 def test_64_open_files_fail_alone(clinic: Clinic) -> None:
-    verdict = clinic.run(prefix=with_limit("-n", 64))
+    verdict = clinic.run(first=limit("RLIMIT_NOFILE", 64))
     assert verdict.failed == ["open files"]
     assert "enough for 4 bursts" in verdict.rows["open files"]["found"]
-    healed = clinic.run(*QUICK, prefix=with_limit("-n", 1024))
+    healed = clinic.run(*QUICK, first=limit("RLIMIT_NOFILE", 1024))
     assert healed.failed == []
     assert healed.ok("open files")
 
 
-OBEY = "import os, sys; from tests.caching.unprivileged import obey_modes; obey_modes(); os.execv(sys.argv[1], sys.argv[1:])"
+OBEY = "from tests.caching.unprivileged import obey_modes; obey_modes()"
 
 
 def test_a_state_directory_that_cannot_be_written_to_fails_alone(clinic: Clinic) -> None:
-    obeying = (sys.executable, "-c", OBEY)
     clinic.state.mkdir(mode=0o500)
-    verdict = clinic.run(*QUICK, prefix=obeying)
+    verdict = clinic.run(*QUICK, first=OBEY)
     assert verdict.failed == ["state directory"]
     assert "mode 0500" in verdict.rows["state directory"]["found"]
     assert f"chmod 0700 {clinic.state}" in verdict.rows["state directory"]["way_out"]
     clinic.state.chmod(0o700)
-    healed = clinic.run(*QUICK, prefix=obeying)
+    healed = clinic.run(*QUICK, first=OBEY)
     assert healed.failed == []
     assert healed.ok("state directory")
 
 
-BROKEN = """
-class Missing:
-    name = "broken"
-    def __init__(self): raise RuntimeError("the licence has expired")
-
-from aionn.engines.reference import ReferenceEngine
-class Wrong(ReferenceEngine):
-    name = "broken"
-    def compile(self, model, options):
-        made = super().compile(model, options)
-        class Off:
-            def run(self, inputs, outputs, timing):
-                return made.run({name: value + 1 for name, value in inputs.items()}, outputs, timing)
-        return Off()
-
-class Dying(ReferenceEngine):
-    name = "broken"
-    def compile(self, model, options):
-        import os
-        os.kill(os.getpid(), 9)
-"""
-
-
 def install(folder: Path, package: str, name: str, place: str) -> Path:
-    """A package with one engine, as pip installs it."""
+    """What pip notes of a package with one engine."""
     dist = folder / f"{package}-1.0.dist-info"
-    dist.mkdir(parents=True)
+    dist.mkdir()
     (dist / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
     (dist / "entry_points.txt").write_text(f"[aionn.engines]\n{name} = {place}\n")
     return dist
@@ -187,10 +161,7 @@ def install(folder: Path, package: str, name: str, place: str) -> Path:
     [("Missing", "the licence has expired"), ("Wrong", "its outputs differ from the reference"), ("Dying", "ended by signal 9")],
 )
 def test_a_broken_engine_fails_alone(clinic: Clinic, kind: str, found: str) -> None:
-    folder = clinic.directory / "site"
-    dist = install(folder, "broken", "broken", f"broken_engine:{kind}")
-    (folder / "broken_engine.py").write_text(BROKEN)
-    clinic.environment["PYTHONPATH"] = f"{ROOT}:{folder}"
+    dist = install(clinic.directory, "broken", "broken", f"tests.cli.broken_engines:{kind}")  # the command's folder is on its path
     verdict = clinic.run(*QUICK, "--device", "broken")
     assert verdict.failed == ["engine broken"]
     assert found in verdict.rows["engine broken"]["found"]

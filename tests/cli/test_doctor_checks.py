@@ -22,6 +22,7 @@ from aionn.cli.checks import engines, folders, kernel, leavings, machine, proces
 from aionn.pages.finding import find_headers
 from aionn.pages.layout import RELEASE
 from aionn.testing import FakeDevice, identity_model
+from tests.apps import App, run_app
 from tests.cli.doctor_runs import ROOT, Clinic, among_doctors
 from tests.leaks import leak_check
 
@@ -57,7 +58,7 @@ def test_the_checks_of_the_kernel_pass_and_leave_nothing() -> None:
 @pytest.mark.parametrize(("call", "row"), [("memfd_create", "memfd"), ("pidfd_open", "pidfd"), ("eventfd2", "eventfd")])
 def test_a_call_that_seccomp_denies_is_named_and_no_engine_is_started(tmp_path: Path, call: str, row: str) -> None:
     clinic = Clinic(tmp_path)
-    verdict = clinic.run("--device", "reference", prefix=(sys.executable, "-m", "tests.cli.seccomp_launcher", call))
+    verdict = clinic.run("--device", "reference", first=f"from tests.cli.denying import deny; deny({call!r})")
     assert row in verdict.failed
     assert "Operation not permitted" in verdict.rows[row]["found"]
     assert "seccomp" in verdict.rows[row]["way_out"]
@@ -288,11 +289,11 @@ def test_fix_removes_what_a_killed_compile_left_and_nothing_else(tmp_path: Path)
         return {path for path in cache.glob("entries/*/*") if path.is_dir()}
 
     with FakeDevice() as fake:
-        subprocess.run([*command, fake.name, str(tmp_path / "a.onnx")], check=True, capture_output=True, timeout=60)
+        run_app([*command, fake.name, str(tmp_path / "a.onnx")], check=True, capture_output=True, timeout=60)
         whole = staged()
         (stranger := cache / "trash" / "of an app").write_text("mine")
         fake.hang("compile")
-        compiling = [subprocess.Popen([*command, fake.name, str(tmp_path / "b.onnx")], stderr=subprocess.DEVNULL)]
+        compiling = [App([*command, fake.name, str(tmp_path / "b.onnx")], stderr=subprocess.DEVNULL)]
         anyio.run(fake.heard, "compile")
         (left,) = staged() - whole
         assert leavings.cache_leavings(cache) == 0, "its compiler lives"
@@ -426,7 +427,7 @@ aionn.run(main)
 
 def test_another_release_in_a_running_app_is_a_warning() -> None:
     command = [sys.executable, "-c", APP, "9.9.9"]
-    with among_doctors(fcntl.LOCK_SH), subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT) as app:
+    with among_doctors(fcntl.LOCK_SH), App(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT) as app:
         assert app.stdout is not None
         assert app.stdout.readline() == b"ready\n"
         roles = {header.role: header for header in find_headers() if header.release in ("9.9.9", RELEASE)}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import sys
 from pathlib import Path
 
 import pytest
@@ -41,10 +40,10 @@ def confinement_of_this_process() -> list[str]:
 @pytest.mark.parametrize("call", ["landlock_create_ruleset", "seccomp"])
 def test_an_outer_sandbox_that_denies_a_mechanism_is_a_warning_and_drivers_run(tmp_path: Path, call: str) -> None:
     clinic = Clinic(tmp_path)
-    outer = (sys.executable, "-m", "tests.cli.seccomp_launcher", call)
+    outer = f"from tests.cli.denying import deny; deny({call!r})"
     row = call.partition("_")[0]
     clinic.environment["AIONN_SANDBOX"] = "auto"
-    verdict = clinic.run("--device", "reference", prefix=outer)
+    verdict = clinic.run("--device", "reference", first=outer)
     assert verdict.failed == []
     warned = [name for name, row in verdict.rows.items() if row["status"] == "warn"]
     assert {row, "sandbox reference"} <= set(warned)
@@ -53,7 +52,7 @@ def test_an_outer_sandbox_that_denies_a_mechanism_is_a_warning_and_drivers_run(t
     assert "see the rows landlock and seccomp" in verdict.rows["sandbox reference"]["way_out"]
     assert verdict.ok("engine reference")
     clinic.environment["AIONN_SANDBOX"] = "require"
-    verdict = clinic.run("--device", "reference", prefix=outer)
+    verdict = clinic.run("--device", "reference", first=outer)
     assert verdict.failed == ["engine reference"]
     assert "sandbox='require' cannot be had" in verdict.rows["engine reference"]["found"]
 

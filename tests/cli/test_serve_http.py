@@ -18,7 +18,6 @@ from starlette.applications import Starlette
 from aionn.cli import main
 from aionn.cli.serving.http import server_config
 from aionn.testing import FakeDevice, identity_model
-from tests.cli.doctor_runs import with_limit
 from tests.cli.serving import serve_http
 from tests.real_models import carried
 
@@ -82,7 +81,9 @@ def test_the_largest_body(model: str) -> None:
 def test_more_clients_than_the_usual_number_of_open_files(model: str) -> None:
     """The limit is low here. A connection takes a descriptor, and without one no driver gets memory for a request."""
     with ExitStack() as opened:
-        server = opened.enter_context(serve_http(model, "--device", "onnxruntime", prefix=with_limit("-S -n", 128)))
+        server = opened.enter_context(
+            serve_http(model, "--device", "onnxruntime", prefix=("sh", "-c", 'ulimit -S -n 128 && exec "$@"', "sh"))
+        )
         server.until_ready()
         host, port = server.address.split(":")
         clients = [opened.enter_context(socket.create_connection((host, int(port)), timeout=60)) for _ in range(200)]
