@@ -3,7 +3,6 @@
 A mark is a line `<!-- ... -->` right before a block. These marks have a meaning for Python:
 
     <!-- not run: REASON -->     the block does not run in the tests
-    <!-- run with pytest -->     the block is a test file, and pytest runs it
     <!-- fragment -->            the block needs names, and `test_fragments` has a world for it
     <!-- source: PATH -->        the block is a part of that file of the project, as it stands there, and the file runs it
 
@@ -62,7 +61,7 @@ class Block(NamedTuple):
 
     @property
     def is_program(self) -> bool:
-        """Whether it is Python that runs in a process, alone or by pytest."""
+        """Whether it is Python that runs in a process."""
         return self.language == "python" and not self.reason and not self.source and not self.is_fragment
 
 

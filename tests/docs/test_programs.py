@@ -51,13 +51,8 @@ def world(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("block", programs(), ids=lambda block: block.place)
 def test_the_program_runs(block: Block, world: Path) -> None:
     with leak_check():
-        if block.mark == "run with pytest":
-            (world / "test_page.py").write_text(block.text, encoding="utf-8")
-            ran = run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_page.py"], world)
-        else:
-            (world / "program.py").write_text(block.text, encoding="utf-8")
-            # pytest has to rewrite what it imports.
-            ran = run([sys.executable, "program.py"], world, subprocess.run if "pytest" in block.text else run_app)
+        (world / "program.py").write_text(block.text, encoding="utf-8")
+        ran = run([sys.executable, "program.py"], world, run_app)
     check(block, ran)
 
 
