@@ -29,6 +29,13 @@ CONFTEST = """
         sys.modules["tests.runs"].GRACE_S = 1.0
 """
 
+SETTINGS = """
+    [pytest]
+    addopts = -ra -p no:cacheprovider -p pytest_timeout -p xdist
+    timeout = 3
+    timeout_method = signal
+"""
+
 HANGS = """
     import ctypes, os, subprocess, threading, time
 
@@ -134,8 +141,9 @@ class Project:
         self.folder, self.mark = folder, uuid.uuid4().hex
         root = Path(__file__).parents[1]
         (folder / "conftest.py").write_text(textwrap.dedent(CONFTEST))
-        (folder / "pytest.ini").write_text("[pytest]\naddopts = -ra -p no:cacheprovider\ntimeout = 3\ntimeout_method = signal\n")
+        (folder / "pytest.ini").write_text(textwrap.dedent(SETTINGS))
         self._environment = {**os.environ, MARK: self.mark, "PYTHONPATH": os.fspath(root), "READY": os.fspath(folder / "ready")}
+        self._environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # others take half of the time of a start
         for name in ("PYTEST_ADDOPTS", "PYTEST_XDIST_WORKER"):
             self._environment.pop(name, None)
 
@@ -244,7 +252,7 @@ COUNTED = """
 
 
 def test_a_worker_traces_no_test_with_the_mark(project: Project) -> None:
-    with project.start(COUNTED, "-n", "1", "--cov=test_it", "--cov-report=") as run:
+    with project.start(COUNTED, "-n", "1", "-p", "pytest_cov", "--cov=test_it", "--cov-report=") as run:
         said = run.communicate()[0]
     assert "2 passed" in said, said
 
