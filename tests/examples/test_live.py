@@ -30,6 +30,7 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 from websockets.typing import Origin
 
+from tests.apps import App
 from tests.chromium import page_of_chromium
 from tests.leaks import processes_with, wait_for_end
 
@@ -57,7 +58,7 @@ class Server:
         self.mark = uuid.uuid4().hex
         environment = {**os.environ, "AIONN_TEST_MARK": self.mark}
         with stderr.open("wb") as errors:
-            self._process = subprocess.Popen(
+            self._process = App(
                 [sys.executable, "-W", "error", str(SERVER), "--listen", "127.0.0.1:0"],
                 stdout=subprocess.PIPE,
                 stderr=errors,

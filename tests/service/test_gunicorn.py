@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -17,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from aionn.testing import identity_model
+from tests.apps import App
 from tests.service.served import Served, serving
 
 WORKERS, CALLERS, RELOADS = 4, 3, 2
@@ -41,7 +41,7 @@ class Gunicorn:
         self._log = folder / "web.log"
         listening = ["--bind", f"unix:{self._path}", "--workers", str(WORKERS), "--config", str(CONFIGURATION), "--no-control-socket"]
         with self._log.open("wb") as log:
-            self.process = subprocess.Popen(
+            self.process = App(
                 [sys.executable, "-m", "gunicorn", *listening, *more, "tests.service.gunicorn_app:app"],
                 cwd=ROOT,
                 env={**os.environ, "AIONN_SERVICE": service.path, "AIONN_TEST_MODEL": str(model)},
