@@ -157,17 +157,6 @@ def encode_request_body(request: Request, pools: Sequence[PoolReference], measur
     return b"".join(datums)
 
 
-def encode_request(packet: RequestPacket) -> bytes:
-    """Return one whole request packet.
-
-    Raises:
-        PacketError: a value does not fit its field.
-    """
-    framed = packet.identity is not None
-    body = encode_request_body(packet.request, packet.pools, packet.measure_timing, framed=framed)
-    return body if packet.identity is None else body + identity_datum(packet.identity, packet.deadline_ns, packet.after)
-
-
 def split_requests(datums: bytes) -> list[bytes]:
     """Cut the datums of the request queue into packets. A piece that cannot be cut stays whole, and `decode_request` refuses it.
 
@@ -325,16 +314,6 @@ def encode_result_body(result: Result, *, framed: bool) -> bytes:
 def result_identity_datum(identity: int, service_ns: int) -> bytes:
     """Return the last datum of a framed result. Only this datum changes when the same answer is given again."""
     return _TIMING.pack(RESULT_IDENTITY, identity, service_ns)
-
-
-def encode_result(packet: ResultPacket) -> bytes:
-    """Return one whole result packet.
-
-    Raises:
-        PacketError: a value does not fit its field.
-    """
-    body = encode_result_body(packet.result, framed=packet.identity is not None)
-    return body if packet.identity is None else body + result_identity_datum(packet.identity, packet.service_ns)
 
 
 def decode_result(packet: bytes) -> ResultPacket:

@@ -34,6 +34,7 @@ from aionn.driver.beginning import Begun
 from aionn.driver.device import EngineDevice
 from aionn.driver.registry import entered, find, is_device
 from aionn.driver.service import CLEAN_UP_S, DeviceService
+from aionn.driver.threads import bound_arenas
 from aionn.errors import AionnError, DeviceUnavailableError
 from aionn.hal.interfaces import IDevice
 from aionn.memory.limits import NO_DESCRIPTOR_LEFT, allocation_error
@@ -128,6 +129,7 @@ async def _serve_until_gone(device: IDevice, begun: Begun, tasks: Tasks, page: D
 
 def main(begun: Begun) -> int:
     """Serve the socket that the parent left open, in a process that `beginning.begin` has prepared. Returns the exit code."""
+    bound_arenas()
     uvloop.run(serve(begun))
     return 0
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import logging
+import os
 import queue
 import threading
 import weakref
@@ -30,7 +31,19 @@ calling_app: ContextVar[int] = ContextVar("aionn_calling_app", default=0)
 """The app of the call that this task answers, or 0 for the driver's owner."""
 
 
-_malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # musl keeps no arenas, and has none
+# musl keeps no arenas, and has neither function.
+_malloc_trim, _mallopt = (getattr(ctypes.CDLL(None), name, None) for name in ("malloc_trim", "mallopt"))
+_M_ARENA_MAX = -8
+
+
+def bound_arenas() -> None:
+    """Let the C library have one arena for each usable CPU, unless the environment sets malloc.
+
+    It makes up to eight for each, and a driver has that many threads. Each arena keeps what its fullest moment left in it. In a shared
+    driver whose 100 apps came and went, 16 arenas kept 3 MB more than 2.
+    """
+    if _mallopt is not None and not {"MALLOC_ARENA_MAX", "GLIBC_TUNABLES"} & os.environ.keys():
+        _mallopt(_M_ARENA_MAX, len(os.sched_getaffinity(0)))
 
 
 def trim_arenas() -> None:

@@ -26,8 +26,6 @@ from aionn.burst.packets import (
     RequestPacket,
     ResultPacket,
     decode_result,
-    encode_request,
-    encode_result,
     read_identity,
     split_requests,
     split_results,
@@ -53,6 +51,7 @@ from aionn.hal.types import (
 from aionn.memory.region import Region
 from aionn.runtime.model import Model as OnnxModel
 from aionn.testing.models import identity_model
+from tests.burst.whole_packets import encode_request, encode_result
 from tests.fmq.queues import duplicated
 
 ELEMENTS = 16

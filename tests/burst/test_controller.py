@@ -17,7 +17,6 @@ from aionn.burst.packets import (
     PoolReference,
     ResultPacket,
     encode_request_body,
-    encode_result,
     read_identity,
     split_requests,
 )
@@ -25,6 +24,7 @@ from aionn.errors import AionnError, CallerError, DeadlineError, DriverDiedError
 from aionn.fmq import QueueClosedError
 from aionn.hal.types import ErrorStatus, Request, Result
 from tests.burst.ends import RawDriver, raw_driver, request
+from tests.burst.whole_packets import encode_result
 
 pytestmark = [pytest.mark.anyio, pytest.mark.both_loops]
 

@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from aionn.burst.packets import PoolReference, RequestPacket, encode_request
+from aionn.burst.packets import PoolReference, RequestPacket
 from aionn.hal.types import BufferDesc, BufferRole, DataLocation, ErrorStatus, Request, RequestArgument
 from tests.burst.ends import (
     ARGUMENT_BYTES,
@@ -36,6 +36,7 @@ from tests.burst.ends import (
     raw_model,
     request,
 )
+from tests.burst.whole_packets import encode_request
 from tests.fmq.queues import open_fds
 from tests.leaks import leak_check
 

@@ -19,9 +19,7 @@ from aionn.burst.packets import (
     ResultPacket,
     decode_request,
     decode_result,
-    encode_request,
     encode_request_body,
-    encode_result,
     encode_result_body,
     enough_datums,
     split_requests,
@@ -39,6 +37,7 @@ from aionn.hal.types import (
     Result,
     Timing,
 )
+from tests.burst.whole_packets import encode_request, encode_result
 
 u32 = st.integers(0, 2**32 - 1)
 u64 = st.integers(0, 2**64 - 1)

@@ -11,9 +11,10 @@ import time
 
 import anyio
 
-from aionn.burst.packets import DATUM_BYTES, RequestPacket, decode_result, encode_request, split_requests, split_results
+from aionn.burst.packets import DATUM_BYTES, RequestPacket, decode_result, split_requests, split_results
 from aionn.hal.types import ErrorStatus
 from tests.burst.ends import ELEMENTS, RawClient, packet, raw_client
+from tests.burst.whole_packets import encode_request
 from tests.fuzz.choices import Choices
 from tests.fuzz.wire import fuzz_loop
 

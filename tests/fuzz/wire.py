@@ -19,8 +19,6 @@ from aionn.burst.packets import (
     ResultPacket,
     decode_request,
     decode_result,
-    encode_request,
-    encode_result,
     is_framed_request,
     is_framed_result,
     read_identity,
@@ -57,6 +55,7 @@ from aionn.remote import calls, control
 from aionn.remote.calls import Fd, HalCall, LentMemory
 from aionn.remote.connection import ControlSocket, Descriptors
 from aionn.remote.control import HEADER, ControlError, Message, error_of, failure_of
+from tests.burst.whole_packets import encode_request, encode_result
 from tests.fuzz.choices import Choices
 
 # ---- packets ----------------------------------------------------------------------------------------------------------

@@ -345,3 +345,36 @@ async def test_a_driver_asks_for_huge_pages_only_if_the_app_says_so(own: str | N
         # The C library may have put a zero between name and value while it read them.
         found = re.split(rb"[\0:=]", raw_environment_of(device.pid).partition(b"GLIBC_TUNABLES=")[2])
         assert found[:2] == ([b""] if own is None else [b"glibc.malloc.hugetlb", b"1"])
+
+
+# --- what the threads' memory costs ----------------------------------------------------------------------------------------
+
+ARENA_BYTES = 64 << 20
+"""glibc keeps so much address space for each arena but the first, at a multiple of it."""
+
+
+def arenas(pid: int) -> int:
+    """How many arenas glibc has made in a process."""
+    ends: dict[int, int] = {}
+    for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+        begin, end = line.split()[0].split("-")
+        ends[int(begin, 16)] = int(end, 16)
+    return 1 + sum(begin % ARENA_BYTES == 0 and ends.get(end) == begin + ARENA_BYTES for begin, end in ends.items())
+
+
+@pytest.mark.parametrize(("environment", "most"), [({}, len(os.sched_getaffinity(0))), ({"GLIBC_TUNABLES": "glibc.malloc.arena_max=5"}, 5)])
+async def test_a_driver_with_many_threads_has_an_arena_for_each_cpu(environment: dict[str, str], most: int) -> None:
+    """Each arena keeps memory, and eight threads at work would have made one each."""
+    async with aionn.Runtime(start=(), driver_env=environment) as runtime, AsyncExitStack() as stack:
+        model = await runtime.load(carried("silero"))
+        compilation = await runtime.compile(model, devices=("onnxruntime",), threads=1, instances=8)
+        bursts = [await stack.enter_async_context(compilation.burst()) for _ in range(16)]
+        frame = {name: some_input(operand, 1) for name, operand in model.inputs.items()}
+        async with anyio.create_task_group() as callers:
+            for burst in bursts:
+                for _ in range(2):
+                    callers.start_soon(burst.compute, frame)
+        (device,) = (device for device in runtime.devices if device.name == "onnxruntime")
+        assert device.pid is not None
+        assert len(os.listdir(f"/proc/{device.pid}/task")) > most + 4
+        assert min(most, 4) - 1 < arenas(device.pid) <= most
