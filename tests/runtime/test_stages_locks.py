@@ -27,7 +27,7 @@ def anyio_backend() -> Any:
     return ("asyncio", {"use_uvloop": True})
 
 
-@pytest.mark.parametrize("seconds", [8, pytest.param(120, marks=[pytest.mark.soak, pytest.mark.timeout(300)])])
+@pytest.mark.parametrize("seconds", [4, pytest.param(120, marks=[pytest.mark.soak, pytest.mark.timeout(300)])])
 async def test_processes_killed_at_random_never_spoil_the_entry_they_share(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: float
 ) -> None:
