@@ -489,7 +489,7 @@ async def test_a_thousand_requests_of_eight_callers_with_random_cancellation_set
             assert all(len(call.settled) == 1 for call in calls)
 
 
-@pytest.mark.own_process
+@pytest.mark.own_process("forks of test_controller.py")
 async def test_a_child_of_fork_can_neither_write_to_nor_end_its_parents_burst() -> None:
     async with raw_driver() as (controller, driver):
         child = os.fork()

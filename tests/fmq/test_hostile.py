@@ -383,7 +383,7 @@ def in_child(work: Callable[[], None]) -> None:
     assert status == 0, signal.strsignal(status & 127) if status & 127 else status
 
 
-@pytest.mark.own_process
+@pytest.mark.own_process("forks of test_hostile.py")
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_an_inherited_queue_is_refused_in_the_child_and_unharmed_in_the_parent() -> None:
     with both_ends(1, 8) as (queue, peer):
@@ -402,7 +402,7 @@ def test_an_inherited_queue_is_refused_in_the_child_and_unharmed_in_the_parent()
         assert queue.write(b"c")
 
 
-@pytest.mark.own_process
+@pytest.mark.own_process("forks of test_hostile.py")
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_child_may_attach_and_make_its_own() -> None:
     with both_ends(1, 8) as (queue, peer):

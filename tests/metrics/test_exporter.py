@@ -254,7 +254,7 @@ def test_kills_of_apps_that_are_read_and_of_the_exporter_leave_nothing() -> None
             try:
                 other.do(42)
                 killed: set[str] = set()
-                for _ in range(5):
+                for _ in range(2):  # the exporter looks for processes once a second
                     with Worker(WRITER, NAME) as app:
                         assert app.process.stdin is not None
                         app.process.stdin.write("100000000\n")
@@ -270,7 +270,7 @@ def test_kills_of_apps_that_are_read_and_of_the_exporter_leave_nothing() -> None
             assert not thread.is_alive()
             assert counted == sorted(counted)
             assert counted[-1] > 42
-            assert len(killed) == 5
+            assert len(killed) == 2
             assert shown(httpx.get(url, timeout=60).text) >= counted[-1]  # what has ended is not mapped any more after this look
             assert memfds(server.pid, other.process.pid) & killed == set()  # tests beside this one read all apps, too
             own = memfds(other.process.pid)

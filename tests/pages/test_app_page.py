@@ -133,12 +133,12 @@ def test_700_bursts_are_counted_though_the_page_has_fewer_slots(page: AppPage, f
     assert view.slots[0].kind is Kind.OTHER
     assert sum(view.slots[0].call_times) == view.slots[0].counters["answered"] > 0
     assert [burst.get(app_layout.COMPUTED) for burst in bursts] == list(range(700))
-    before = total
-    for burst in bursts[::-1]:
+    for number, burst in reversed([*enumerate(bursts)]):
         page.release(burst)
-        page.beat(runtime)
-        view = look(found)
-        assert view.total("computed") == before
+        if number % 10 == 0:  # what is lost would be missing later, too
+            page.beat(runtime)
+            view = look(found)
+            assert view.total("computed") == total
     assert [slot.kind for slot in view.slots] == [Kind.OTHER, Kind.RUNTIME]
     assert page.slot(Kind.BURST, "again").get(app_layout.KIND) == Kind.BURST
 

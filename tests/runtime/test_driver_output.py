@@ -196,7 +196,7 @@ async def test_a_driver_holds_nothing_of_the_apps_terminal_or_log(model: aionn.M
     assert app not in [inode for _, inode in found.values()]
 
 
-@pytest.mark.own_process
+@pytest.mark.own_process("forks of test_driver_output.py")
 async def test_a_child_of_fork_does_not_hold_the_pipe_open(model: aionn.Model) -> None:
     async with leak_check(), aionn.Runtime() as runtime:
         await runtime.compile(model, devices=(NAME,))

@@ -616,7 +616,7 @@ async def test_an_input_with_a_default_may_be_left_out_of_a_start(surroundings: 
                 np.testing.assert_array_equal(found["weight"], used)
 
 
-@pytest.mark.own_process
+@pytest.mark.own_process("forks of test_started.py")
 async def test_a_child_of_fork_cannot_cancel_an_event_of_its_parent(first: aionn.Compilation, gate: int) -> None:
     event = first.start({"x": X}, after=(gate,))
     fence = event.fence()
