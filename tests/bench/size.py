@@ -9,17 +9,13 @@ from __future__ import annotations
 
 import ast
 import collections
-import io
 import json
 import statistics
-import tokenize
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parents[2]
-
-_NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
 VERBS_FOR_AN_END = frozenset(
     (
@@ -59,14 +55,13 @@ VERBS_FOR_AN_END = frozenset(
 def code_lines(text: str) -> int:
     """Return how many lines of a module hold code."""
     docstrings: set[int] = set()
+    code = {number for number, line in enumerate(text.splitlines(), 1) if line.strip() and not line.lstrip().startswith("#")}
     for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Constant | ast.JoinedStr) and node.end_lineno != node.lineno:
+            code.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))  # blank lines of a text count
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             docstrings.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
-    lines: set[int] = set()
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type not in _NO_CODE:
-            lines.update(range(token.start[0], token.end[0] + 1))
-    return len(lines - docstrings)
+    return len(code - docstrings)
 
 
 def measured(checkout: Path = HERE) -> dict[str, Any]:
