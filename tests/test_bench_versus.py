@@ -95,16 +95,17 @@ def test_a_way_whose_package_is_missing_is_left_out_in_one_sentence(monkeypatch:
 
 @pytest.mark.parametrize("way", ["direct", "to_thread", "process pool", "shared memory", "iceoryx2", "LitServe", "aionn"])
 def test_a_way_runs_and_goes_on_after_a_death(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two streams run beside each other. Where a death is noticed, the next answer is right."""
+    """Where a death is noticed, the next answer is right. Two streams run beside each other where a way has its own code for them."""
     if not versus.installed(way):
         pytest.skip("its package is only in the extra `bench`")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     figures = Figures(1)
-    for task in (Task("one", (way,), 1, 100, 2), Task("two", (way,), 2, 100, 2)):
-        figures.check(task.name, "direct", 0.00389)
-        run(figures, task, way, 0, str(tmp_path / "cache"))
+    tasks = {"one": 1, "two": 2} if way in ("shared memory", "aionn") else {"one": 1}
+    for name, streams in tasks.items():
+        figures.check(name, "direct", 0.00389)
+        run(figures, Task(name, (way,), streams, 100, 2), way, 0, str(tmp_path / "cache"))
     assert left_running("XDG_STATE_HOME", str(tmp_path / "state")) == []
-    rows = {"one, p50", "one, p99", "one, cpu", "two, p50", "two, p99", "two, cpu", "start", "memory"}
+    rows = {f"{name}, {figure}" for name in tasks for figure in ("p50", "p99", "cpu")} | {"start", "memory"}
     assert figures.rows.keys() == rows | ({"death"} if way in versus.MORTAL else set())
     assert all(figure is not None and figure > 0 for lanes in figures.rows.values() for figure in lanes[way])
 
