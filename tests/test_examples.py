@@ -15,6 +15,7 @@ import subprocess
 import sys
 import uuid
 from contextlib import aclosing
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -302,11 +303,11 @@ def test_frame_orientation_finds_every_orientation(orientation_path: Path) -> No
     found = json.loads(ran.stdout)
     assert list(found) == ["frames", "expected", "found", "accuracy", "p50_us", "p99_us"]
 
+    assert found["found"] == found["expected"] == [*frame_orientation.ORIENTATIONS] * frame_orientation.PAGES
     session = onnxruntime.InferenceSession(orientation_path, providers=["CPUExecutionProvider"])
-    frames = list(frame_orientation.draw_frames())
-    assert found["expected"] == [frame.orientation for frame in frames]
+    frames = list(islice(frame_orientation.draw_frames(), 4))  # those of the first page
     direct = [frame_orientation.ORIENTATIONS[int(session.run(None, {"x": f.pixels[np.newaxis]})[0].argmax())] for f in frames]
-    assert found["found"] == direct
+    assert found["found"][:4] == direct
     assert found["accuracy"] == 1.0
     assert 0 < found["p50_us"] <= found["p99_us"]
 
