@@ -97,8 +97,8 @@ def is_whole(config: pytest.Config) -> bool:
 
 
 def pytest_xdist_auto_num_workers() -> int:
-    """Two tests for each usable CPU, because a test often waits for a driver that starts or ends."""
-    return 2 * len(os.sched_getaffinity(0))
+    """Three tests for each two usable CPUs, because a test often waits for a driver that starts or ends."""
+    return max(1, len(os.sched_getaffinity(0)) * 3 // 2)
 
 
 @pytest.hookimpl(optionalhook=True)
