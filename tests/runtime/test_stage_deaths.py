@@ -292,10 +292,12 @@ async def test_a_wait_for_a_stage_ends_whatever_dies_or_stops_at_a_random_moment
     print(f"seed {seed}")
     async with leak_check(grace_s=10.0), aionn.Runtime(hang_s=1.0) as runtime:
         here = Rounds(runtime, tmp_path, random.Random(seed))
-        for number in (rounds, rounds + 1):  # the second one finds the engines' worker as the others will
+        for number in range(2):  # the second one finds the engines' worker as the others will
             await here.round(number, None)
-        for number in range(rounds):
+        for number in range(2, 2 + 3 * rounds):  # on a busy machine some moments come after the wait
             await here.round(number, FAULTS[number % len(FAULTS)])
+            if number > rounds and here.happened.total() >= rounds // 3:
+                break
     print(here.happened, here.ends, f"the longest wait took {here.longest_s:.1f} s")
     assert here.happened.total() >= rounds // 3, here.happened
     assert here.ends["swapped"], here.ends
