@@ -85,7 +85,7 @@ def wait_for_order(orders: socket.socket, page: int) -> tuple[dict[str, Any], li
 
 
 def copied(page: int) -> str | None:
-    """Copy this process. The copy gets None. This process gets an empty text, or the reason if there is no copy."""
+    """Copy this process. In the copy this returns None. Otherwise it returns why no copy was made, or an empty text."""
     try:
         return "" if make_sibling(page, NUMBER_OF_LAST) else None
     except OSError as error:

@@ -102,7 +102,7 @@ def _import_needed(device: str) -> str:
 
 
 def _copy(at: int) -> str | None:
-    """Copy this process. The copy gets None. This process gets an empty text, or the reason if there is no copy."""
+    """Copy this process. In the copy this returns None. Otherwise it returns why no copy was made, or an empty text."""
     from aionn.driver._sibling import make_sibling
 
     try:

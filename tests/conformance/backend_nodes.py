@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -30,21 +29,10 @@ WAYS = ("compute", "hit", "burst")
 def cases() -> Mapping[str, TestCase]:
     """Every node test that the onnx package carries, by name.
 
-    The package computes them as they are loaded. It takes most of that time for the outputs of a few large pools, and to read its own
-    source for its documentation. Large pools get no outputs here. So no engine passes them directly, and smaller pools stand for them.
+    The package computes them as they are loaded. It would also read its own source for its documentation, which takes long.
     """
-    from onnx.reference.ops import op_pool_common
-
-    pool = op_pool_common.pool
-
-    def small_pool(padded: Any, x_shape: Any, kernel: Any, strides: Any, out_shape: Any, *others: Any, **named: Any) -> Any:
-        if math.prod(out_shape) > 10_000:
-            return np.full([*x_shape[:2], *out_shape], np.nan, padded.dtype)
-        return pool(padded, x_shape, kernel, strides, out_shape, *others, **named)
-
     with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
         warnings.simplefilter("ignore")  # the cases are computed here, on purpose with infinities
-        patch.setattr(op_pool_common, "pool", small_pool)
         patch.setattr("onnx.backend.test.case.base.process_snippet", lambda _, name, __: (name, ""))
         return {case.name: case for case in load_model_tests(kind="node")}
 

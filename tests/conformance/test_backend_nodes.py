@@ -1,8 +1,7 @@
 """The ONNX backend node tests through aionn: what ONNX Runtime passes in this process passes over compute, burst and cache hit.
 
 The default is every n-th test, and every test with strings, sequences or optionals. `pytest -m soak` runs all of them. In November 2026
-onnx 1.23.2 had 1884 tests. ONNX Runtime 1.31.1 passed 1345 of them in this process, and all of those passed through aionn. Three of them
-are large pools, which `cases` leaves out.
+onnx 1.23.2 had 1884 tests. ONNX Runtime 1.31.1 passed 1345 of them in this process, and all of those passed through aionn.
 """
 
 from __future__ import annotations
