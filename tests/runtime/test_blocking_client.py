@@ -160,12 +160,12 @@ def test_a_driver_that_dies_ends_the_call_and_the_next_call_asks_the_service_aga
         fake.hang()
         second = served.driver_pid()
 
-        def heal_and_kill() -> None:
+        def kill_and_heal() -> None:
             served.portal.call(fake.heard, "run")
+            os.kill(second, signal.SIGKILL)  # before the healing, after which the driver would answer
             fake.behave()
-            os.kill(second, signal.SIGKILL)
 
-        thread = threading.Thread(target=heal_and_kill)
+        thread = threading.Thread(target=kill_and_heal)
         thread.start()
         right(burst, 4, retry=1)
         thread.join()
