@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol
 
 from aionn import trace
 from aionn.burst.packets import PacketError, PoolReference, encode_result_body
@@ -52,7 +52,6 @@ class IBoundExecution(Protocol):
         ...
 
 
-@runtime_checkable
 class IBurstExecutorWithCache(Protocol):
     """Executes a burst's requests and caches its memories by slot (NNAPI: IBurstExecutorWithCache). Never called concurrently."""
 
@@ -68,6 +67,10 @@ class IBurstExecutorWithCache(Protocol):
         """Free the memory under `slot`. An unknown slot is ignored."""
         ...
 
+    def check(self, request: Request, pools: Sequence[PoolReference]) -> None:
+        """Raise `CallerError` for a fault that is seen before any memory is fetched and mapped for the request."""
+        ...
+
     def bind(self, request: Request, pools: Sequence[PoolReference]) -> IBoundExecution:
         """Check a request against the model and the cached memories. A buffer that the device owns is checked at each run instead.
 
@@ -78,15 +81,6 @@ class IBurstExecutorWithCache(Protocol):
 
     def close(self) -> None:
         """Free every memory."""
-        ...
-
-
-@runtime_checkable
-class IChecksRequests(Protocol):
-    """An executor that finds a request's faults before any memory is fetched and mapped for it."""
-
-    def check(self, request: Request, pools: Sequence[PoolReference]) -> None:
-        """Raise `CallerError` for a fault that the memories behind the slots cannot mend."""
         ...
 
 
@@ -175,9 +169,11 @@ class DefaultBurstExecutorWithCache:
     def remove_cache_entry(self, slot: int) -> None:
         close_memory(self._memories.pop(slot, None))
 
-    def bind(self, request: Request, pools: Sequence[PoolReference]) -> IBoundExecution:
+    def check(self, request: Request, pools: Sequence[PoolReference]) -> None:
         if any(pool.token for pool in pools):
             raise CallerError("this device cannot use device memories in a burst; give arrays or aionn.Memory")
+
+    def bind(self, request: Request, pools: Sequence[PoolReference]) -> IBoundExecution:
         return _DefaultBoundExecution(self._prepared, request, [self._memories[pool.slot] for pool in pools])
 
     def close(self) -> None:

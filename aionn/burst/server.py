@@ -27,7 +27,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from aionn import trace
 from aionn.burst.executors import (
@@ -35,7 +35,6 @@ from aionn.burst.executors import (
     Bound,
     DefaultBurstExecutorWithCache,
     IBurstExecutorWithCache,
-    IChecksRequests,
     ILanes,
     close_memory,
     result_of,
@@ -141,7 +140,8 @@ class ExecutionBurstServer:
             for queue in queues:
                 queue.close()
             raise refused
-        with_cache = executor if isinstance(executor, IBurstExecutorWithCache) else DefaultBurstExecutorWithCache(executor)
+        caches = hasattr(executor, "add_cache_entry")  # a check against the protocol takes as long as a call of the model
+        with_cache = cast(IBurstExecutorWithCache, executor) if caches else DefaultBurstExecutorWithCache(cast(IPreparedModel, executor))
         window_ns = DRIVER_WINDOW_NS if may_stay_awake(low_power=low_power) else 0
         server = cls(callback, (queues[0], queues[1]), with_cache, lanes, window_ns, anticipate)
         for slot, memory in getattr(callback, "brought", {}).items():
@@ -357,8 +357,7 @@ class ExecutionBurstServer:
             Exception: the request cannot be executed.
         """
         decoded = decode_request(packet)
-        if isinstance(self._executor, IChecksRequests):
-            self._executor.check(decoded.request, decoded.pools)
+        self._executor.check(decoded.request, decoded.pools)
         await self._ensure_cache_entries([pool.slot for pool in decoded.pools if not pool.token])
         entry = Bound(self._executor.bind(decoded.request, decoded.pools), decoded.measure_timing, self._bodies)
         if key is not None:

@@ -14,7 +14,7 @@ import anyio.lowlevel
 import numpy as np
 import pytest
 
-from aionn.burst import DefaultBurstExecutorWithCache, ExecutionBurstServer, IBurstExecutorWithCache, server
+from aionn.burst import DefaultBurstExecutorWithCache, ExecutionBurstServer, server
 from aionn.burst.packets import DATUM_BYTES, PoolReference, RequestPacket, decode_result, split_results
 from aionn.errors import CallerError, ExecutionError
 from aionn.fmq import MessageQueue, MQDescriptor
@@ -376,7 +376,6 @@ async def test_create_in_both_forms_by_hand(form: str) -> None:
     memory = slots.add(3)
     memory[:16] = 4
     executor = _ByHand(prepared) if form == "executor with cache" else prepared
-    assert isinstance(executor, IBurstExecutorWithCache) is (form == "executor with cache")
     channels = duplicated(requests.descriptor()), duplicated(results.descriptor())
     server = ExecutionBurstServer.create(slots, *channels, executor, low_power=True)
     async with anyio.create_task_group() as tasks:
