@@ -73,6 +73,7 @@ class Provider:
     def _try(self, ort: Any, short: str) -> None:
         settings = ort.SessionOptions()
         settings.log_severity_level = 4
+        settings.intra_op_num_threads = 1  # with more, ONNX Runtime pins threads to CPUs, which a confined driver must not
         try:
             session = ort.InferenceSession(_TRIAL, settings, providers=[self.name], enable_fallback=0)
         except Exception as error:  # ORT's exceptions have no common base but this

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 from pathlib import Path
 
 import numpy as np
@@ -66,3 +67,8 @@ def test_other_features_are_another_instruction_set(tmp_path: Path) -> None:
         machines[name] = instruction_set(tmp_path / name)
     assert machines["old"] == machines["same"] != machines["new"]
     assert instruction_set() == instruction_set()
+
+
+def test_the_instruction_set_needs_no_proc_and_starts_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "processor", None)  # it may start one
+    assert instruction_set(tmp_path / "missing").startswith(f"{platform.machine()}-")
