@@ -345,7 +345,9 @@ async def test_an_executable_stays_while_idle_and_goes_when_it_is_evicted(driver
     (facts,) = await driver.ask(ListShared())
     assert facts.apps == ()
     assert facts.executions == 3
-    assert facts.idle_s > 0
+    with anyio.fail_after(30):
+        while facts.idle_s == 0.0:  # within the same turn of the driver's loop
+            (facts,) = await driver.ask(ListShared())
     async with driver.app(9) as app:
         await prepare(app)
     assert driver.engine.compiled == 1

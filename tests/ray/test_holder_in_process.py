@@ -223,17 +223,20 @@ async def test_the_pause_before_a_further_compile_is_bounded(tmp_path: Path, mon
 
 async def test_a_replica_starts_the_drivers_that_its_models_need_and_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("aionn.runtime.processes.spawning.BY_DEFAULT", True)  # else the runtime starts none by itself
-    running = []
+    read = []
 
     async def seen(name: str, spec: aionn.ray.ModelSpec) -> aionn.Model:
-        running.append(len(driver_pids()))
+        with anyio.fail_after(60):
+            while not driver_pids():  # noqa: ASYNC110 -- it is on its way, or never starts before the model is read
+                await anyio.sleep(0.01)
+        read.append(name)
         return await open_model(name, spec)
 
     monkeypatch.setattr(held_module, "open_model", seen)
     with FakeDevice() as fake:
         models = {"m": aionn.ray.ModelSpec(identity_model({"x": (1, 16)}), devices=(fake.name,))}
         async with held(tmp_path, models) as holder:
-            assert running == [1], "the driver was started before the model was read"
+            assert read == ["m"]
             assert [device.name for device in holder.runtime.health().devices if device.pid is not None] == [fake.name]
 
 

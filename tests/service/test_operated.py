@@ -121,13 +121,12 @@ async def test_a_service_needs_no_library_of_the_command_line_and_no_numpy(folde
     command = [sys.executable, "-c", WITHOUT_LIBRARIES, str(path), str(folder / "state")]
     with (folder / "log").open("wb") as log, subprocess.Popen(command, stderr=log) as process:  # noqa: ASYNC220 -- it takes no time
         try:
-            await until(path.exists)
+            await until(lambda: f"aionn: info: serving at {path}\n" in (folder / "log").read_text(encoding="utf-8"))
             async with aionn.Runtime(service=path, start=()) as runtime:
                 await right((await runtime.compile(MODEL, devices=REFERENCE)).compute, 1)
         finally:
             process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0
-    assert f"aionn: info: serving at {path}\n" in (folder / "log").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(
