@@ -498,6 +498,7 @@ class Progress(Unwatched):
         self._began_ns = self.step_ns = time.monotonic_ns()
         self.failure = ""
         self._record = record
+        self._took_before_s = dict(record.took_s)  # a step that comes twice in this preparation has no last time yet
         self._on_step = on_step
         self._number = -1
         self._expected: Progress | None = None
@@ -561,7 +562,7 @@ class Progress(Unwatched):
         self.device, self.step = device, step
         if self._on_step is not None:
             self._on_step(step)
-        expected_s = self._record.took_s.get((device, step)) if expected_s is None else expected_s
+        expected_s = self._took_before_s.get((device, step)) if expected_s is None else expected_s
         self._record.publish(CompileStep(compilation=self.name, device=device, step=step, expected_s=expected_s))
 
     def says(self, device: str, words: str) -> None:

@@ -197,6 +197,18 @@ async def test_the_first_use_with_mode_jit_and_the_one_after_a_death_are_compile
     assert driver.seconds <= expected_s <= most_s
 
 
+async def test_a_step_that_comes_twice_in_the_first_preparation_has_no_last_time(
+    fake: FakeDevice, model: aionn.Model, tmp_path: Path
+) -> None:
+    (tmp_path / "model.onnx").write_bytes(identity_model())
+    own: list[Event] = []
+    async with aionn.Runtime() as runtime:
+        loaded = await runtime.load(tmp_path / "model.onnx")
+        await runtime.compile(loaded, devices=(fake.name,), cache_dir=tmp_path / "cache", on_event=own.append)
+    read = [event.expected_s for event in own if isinstance(event, CompileStep) and event.step == "reading the model"]
+    assert read == [None, None]  # for its digest, and for its graph
+
+
 async def test_the_cache_knows_what_a_compile_took_for_an_older_version(fake: FakeDevice, model: aionn.Model, tmp_path: Path) -> None:
     fake.delay(0.3, "compile")
     async with aionn.Runtime() as runtime:
