@@ -123,11 +123,6 @@ def after_request(burst: int, identity: int) -> int:
     return 0 if burst >= 1 << 24 else burst << 32 | identity & _U32_MAX
 
 
-def identity_datum(identity: int, deadline_ns: int | None, after: int = 0) -> bytes:
-    """Return the last datum of a framed request. Only this datum changes when the same request is sent again."""
-    return _IDENTITY.pack(REQUEST_IDENTITY | after >> 32 << 8, identity, deadline_ns or 0, after & _U32_MAX)
-
-
 def encode_request_body(request: Request, pools: Sequence[PoolReference], measure_timing: bool, *, framed: bool) -> bytes:
     """Return a request without its identity datum. With `framed` the header counts that datum, too.
 

@@ -31,7 +31,6 @@ from aionn.burst.packets import (
     ResultPacket,
     encode_request_body,
     encode_result_body,
-    identity_datum,
     is_framed_request,
     is_framed_result,
     read_identity,
@@ -45,7 +44,7 @@ from aionn.errors import CallerError, DeadlineError, ExecutionError
 from aionn.fmq import LONGEST_KNOWN, SOON, Caller, Lane, Lanes, Listener, MessageQueue
 from aionn.hal.types import ErrorStatus, OutputShape, Result
 from tests.burst.ends import Gate, RawDriver, packet, raw_client, raw_driver, request
-from tests.burst.whole_packets import encode_result
+from tests.burst.whole_packets import encode_result, identity_datum
 from tests.fmq.queues import duplicated
 
 pytestmark = [pytest.mark.anyio, pytest.mark.both_loops]

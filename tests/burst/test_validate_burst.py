@@ -16,12 +16,11 @@ from aionn.burst.packets import (
     RequestPacket,
     ResultPacket,
     encode_request_body,
-    identity_datum,
 )
 from aionn.hal.types import NO_TIMING, DataLocation, ErrorStatus, OutputShape, Request, RequestArgument
 from aionn.testing.models import identity_model
 from tests.burst.ends import RawClient, nothing_computed, packet, raw_client, request
-from tests.burst.whole_packets import encode_request
+from tests.burst.whole_packets import encode_request, identity_datum
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("both_ways")]
 

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from struct import Struct
+
 from aionn.burst.packets import (
+    REQUEST_IDENTITY,
     RequestPacket,
     ResultPacket,
     encode_request_body,
     encode_result_body,
-    identity_datum,
     result_identity_datum,
 )
+
+_IDENTITY = Struct("<IQQI")
+
+
+def identity_datum(identity: int, deadline_ns: int | None, after: int = 0) -> bytes:
+    """Return the last datum of a framed request. Only this datum changes when the same request is sent again."""
+    return _IDENTITY.pack(REQUEST_IDENTITY | after >> 32 << 8, identity, deadline_ns or 0, after & 0xFFFF_FFFF)
 
 
 def encode_request(packet: RequestPacket) -> bytes:

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from aionn.burst.packets import after_request, identity_datum
+from aionn.burst.packets import after_request
 from aionn.fmq import Lane, Lanes, Listener
+from tests.burst.whole_packets import identity_datum
 from tests.fmq.test_native_lanes import ANSWER, BODY, Burst, bursts, in_thread
 
 FAILED = ANSWER[:12] + bytes([5]) + ANSWER[13:]  # a status that is not NONE
