@@ -27,6 +27,7 @@ Invariants
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
 from collections import deque
@@ -50,6 +51,11 @@ from aionn.loopless import Answer
 from aionn.pages.page import Slot
 
 T = TypeVar("T")
+
+logger = logging.getLogger("aionn.driver")
+
+_AT_FIRST = 2
+"""One that works and one that waits, so that no request of a few callers waits for the start of a thread."""
 
 
 class Lane(msgspec.Struct, frozen=True):
@@ -84,9 +90,12 @@ class Joins(Protocol):
 class Lanes:
     """The lanes of one prepared model. Satisfies `burst.ILanes`. Use it from the loop.
 
+    Two threads wait from the beginning. A further one starts when the last free one takes work, so a driver of many models with few callers
+    has few threads.
+
     Args:
         name: of the threads.
-        lanes: one for each thread.
+        lanes: one for each thread, the most that there can be.
         turns, priority: what decides when a run of this model may begin beside runs of other models.
         joining: joins requests of bursts, or None.
     """
@@ -105,7 +114,9 @@ class Lanes:
             ExecutionError: RESOURCE_EXHAUSTED_TRANSIENT, because the system refused a thread or a descriptor.
         """
         self._jobs: deque[Job[Any]] = deque()
-        self._threads = len(lanes)
+        self._name = name
+        self._rest = deque(lanes)  # those without a thread
+        self._threads = 0
         self._turns = turns or Turns()
         self._priority = priority
         self._joining = joining
@@ -113,14 +124,13 @@ class Lanes:
         native: NativeLanes | None = None
         try:
             native = self._native = NativeLanes()
-            for number, lane in enumerate(lanes):
-                work = threading.Thread(target=self._serve, args=(lane,), name=f"{name} {number}", daemon=True)
-                work.start()
+            for _ in lanes[:_AT_FIRST]:
+                self._start_one()
         except (OSError, RuntimeError) as error:
             if native is not None:
                 native.stop()
             raise ExecutionError(
-                f"the driver cannot start the {len(lanes)} threads of a model: {error}; raise its limits of processes, memory or files",
+                f"the driver cannot start the threads of a model: {error}; raise its limits of processes, memory or files",
                 status=ErrorStatus.RESOURCE_EXHAUSTED_TRANSIENT,
             ) from error
         self.lend = native.lend
@@ -156,6 +166,26 @@ class Lanes:
             with suppress(TimeoutError):
                 await asyncio.wait_for(ended.wait(), CLOSE_S)
 
+    def _start_one(self) -> None:
+        self._threads += 1
+        try:
+            threading.Thread(
+                target=self._serve, args=(self._rest.popleft(),), name=f"{self._name} {self._threads - 1}", daemon=True
+            ).start()
+        except BaseException:
+            self._threads -= 1
+            raise
+
+    def _start_another(self) -> None:
+        """Start the thread of a further lane, because no lane is free. If the system refuses it, those that there are serve all."""
+        try:
+            self._start_one()
+        except (OSError, RuntimeError) as error:
+            self._rest.clear()
+            logger.warning("a model is served by %d threads, because the system refused another one: %s", self._threads, error)
+        except IndexError:
+            return  # two lanes asked for the last one
+
     def _serve(self, lane: Lane) -> None:
         try:
             self._work(lane)
@@ -166,7 +196,7 @@ class Lanes:
 
     def _work(self, lane: Lane) -> None:
         native, jobs, turns, priority = NativeLane(self._native, lane.slot), self._jobs, self._turns, self._priority
-        high, joining = priority is Priority.HIGH, self._joining
+        high, joining, rest = priority is Priority.HIGH, self._joining, self._rest
         answer: bytes | list[bytes] | None = None
         while True:
             work = native.next(answer)
@@ -179,6 +209,8 @@ class Lanes:
                     if self._native.stopped:
                         return
                     continue
+            if rest and not self._native.sleeping:
+                self._start_another()
             if high or turns.urgent:
                 turns.begin(priority)
             if job is not None:

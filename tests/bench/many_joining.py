@@ -1,21 +1,25 @@
 """What joining costs where nothing is joined, and instances beside threads. Row N13 of `tests.bench.many`.
 
 The numbers in the titles are those of the rows in the table of joining: a lone caller (2), a driver that only waits (3), a model that
-gains nothing (4), instances (5).
+gains nothing (4), instances (5), threads (17).
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import statistics
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 
 import aionn
+from aionn.testing.models import identity_model
 from tests.bench.machine import memory_bytes, wake_ups
 from tests.bench.many_joined import BATCH, open_silero
 from tests.bench.real_hot import driver_pid
@@ -29,6 +33,7 @@ SECONDS = 1.0
 WATCHED_S = 10.0
 """How long a driver is watched in a round."""
 WARM = 300
+SEEN_CPUS = 16
 
 
 async def little(report: Report, options: Options) -> None:
@@ -37,6 +42,7 @@ async def little(report: Report, options: Options) -> None:
     await waiting(report, options)
     await no_gain(report, options)
     await instances(report, options)
+    await ten_models(report)
 
 
 async def lone(report: Report, options: Options) -> None:
@@ -138,3 +144,21 @@ async def instances(report: Report, options: Options) -> None:
         found = await _ratios(options, first, second, inputs)
     report.check("N13", "(5) rows/s: instances=2, threads=1 / instances=1, threads=2", found, 1.25, at_least=True)
     report.check("N13", "(5) anonymous memory of the second instance, KiB; a second session takes 3,100", [added], 3100.0)
+
+
+def _let_python_see_cpus(folder: str) -> None:
+    Path(folder, "sitecustomize.py").write_text(f"import os\nos.sched_getaffinity = lambda pid: set(range({SEEN_CPUS}))\n")
+
+
+async def ten_models(report: Report) -> None:
+    """Ten models, each with one busy burst, in one driver that sees 16 CPUs."""
+    with TemporaryDirectory(prefix="aionn-bench-") as folder:
+        _let_python_see_cpus(folder)
+        async with aionn.Runtime(driver_env={"PYTHONPATH": folder}, template=False, start=()) as runtime, AsyncExitStack() as stack:
+            models = [identity_model({"x": (1, width)}) for width in range(1, 11)]
+            compiled = [await runtime.compile(aionn.Model.from_onnx(model), devices=("onnxruntime",)) for model in models]
+            bursts = [await stack.enter_async_context(each.burst()) for each in compiled]
+            for _ in range(WARM):
+                await asyncio.gather(*(burst.compute({"x": np.zeros((1, width), np.float32)}) for width, burst in enumerate(bursts, 1)))
+            threads = len(os.listdir(f"/proc/{driver_pid(runtime)}/task"))
+    report.check("N13", f"(17) threads of a driver with ten models and {SEEN_CPUS} CPUs", [threads], SEEN_CPUS + 12)

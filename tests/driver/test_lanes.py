@@ -157,25 +157,80 @@ async def test_a_lane_that_cannot_start_is_one_sentence_and_ends_the_others(monk
     start = threading.Thread.start
     started: list[threading.Thread] = []
 
-    def refuse_the_third(thread: threading.Thread) -> None:
-        if thread.name == "test 2":
+    def refuse_the_second(thread: threading.Thread) -> None:
+        if thread.name == "test 1":
             raise RuntimeError("can't start new thread")
         if thread.name.startswith("test "):
             started.append(thread)
         start(thread)
 
-    monkeypatch.setattr(threading.Thread, "start", refuse_the_third)
-    with pytest.raises(ExecutionError, match=r"cannot start the 3 threads of a model: can't start new thread; raise its limits") as refused:
+    monkeypatch.setattr(threading.Thread, "start", refuse_the_second)
+    with pytest.raises(ExecutionError, match=r"cannot start the threads of a model: can't start new thread; raise its limits") as refused:
         made(3)
     assert refused.value.status is ErrorStatus.RESOURCE_EXHAUSTED_TRANSIENT
-    assert len(started) == 2
+    assert len(started) == 1
     for thread in started:
         await anyio.to_thread.run_sync(thread.join, 10)
         assert not thread.is_alive()
 
 
+async def held(lanes: Lanes, count: int) -> tuple[threading.Event, list[asyncio.Task[bool]]]:
+    """Begin so many jobs, each on a lane of its own. They go on at the event."""
+    go, begun = threading.Event(), threading.Semaphore(0)
+
+    def job(lane: Lane) -> bool:
+        begun.release()
+        return go.wait(30)
+
+    calls = [asyncio.get_running_loop().create_task(lanes.run(job)) for _ in range(count)]
+    for _ in calls:
+        assert await anyio.to_thread.run_sync(lambda: begun.acquire(timeout=30))
+    return go, calls
+
+
+async def test_a_further_thread_starts_when_the_last_free_lane_takes_work() -> None:
+    lanes, _ = made(4)
+    assert len(threads_of()) == 2
+    for number in range(200):
+        assert await lanes.run(lambda lane, number=number: number) == number  # type: ignore[misc]
+    assert len(threads_of()) <= 3, "one caller needs one lane, and another one that is free"
+    for count, least in ((2, 3), (3, 4), (4, 4)):
+        go, calls = await held(lanes, count)
+        assert least <= len(threads_of()) <= 4
+        go.set()
+        assert all(await asyncio.gather(*calls))
+    await lanes.aclose()
+    await threads_end()
+
+
+async def test_a_further_thread_that_is_refused_is_said_once_and_the_others_serve(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    lanes, _ = made(4)
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        go, calls = await held(lanes, 1)
+        patch.setattr(threading.Thread, "start", refuse)
+        calls.append(asyncio.get_running_loop().create_task(lanes.run(lambda lane: go.wait(30))))
+        with anyio.fail_after(30):
+            while not caplog.messages:  # noqa: ASYNC110 -- another thread logs
+                await anyio.sleep(0.01)
+    go.set()
+    assert all(await asyncio.gather(*calls))
+    go, calls = await held(lanes, 2)
+    go.set()
+    assert all(await asyncio.gather(*calls))
+    assert caplog.messages == ["a model is served by 2 threads, because the system refused another one: can't start new thread"]
+    assert len(threads_of()) == 2
+    await lanes.aclose()
+    await threads_end()
+
+
 async def test_lanes_without_descriptors_are_one_sentence() -> None:
-    with free_descriptors(1), pytest.raises(ExecutionError, match="cannot start the 1 threads"):
+    with free_descriptors(1), pytest.raises(ExecutionError, match="cannot start the threads"):
         made(1)
     lanes, _ = made(1)
     assert await lanes.run(lambda lane: 1) == 1
