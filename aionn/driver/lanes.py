@@ -54,9 +54,6 @@ T = TypeVar("T")
 
 logger = logging.getLogger("aionn.driver")
 
-_AT_FIRST = 2
-"""One that works and one that waits, so that no request of a few callers waits for the start of a thread."""
-
 
 class Lane(msgspec.Struct, frozen=True):
     """What a run needs of its lane: an executable that no other thread runs, and the slot that shows its executions.
@@ -124,7 +121,7 @@ class Lanes:
         native: NativeLanes | None = None
         try:
             native = self._native = NativeLanes()
-            for _ in lanes[:_AT_FIRST]:
+            for _ in lanes[:2]:  # one that works and one that waits, so that a single caller waits for the start of none
                 self._start_one()
         except (OSError, RuntimeError) as error:
             if native is not None:
