@@ -13,7 +13,7 @@ import msgspec
 
 import aionn
 from aionn.caching.outcomes import Refusal
-from aionn.cli.printing import NotDoneError, UsageError, digest, entries, print_json, print_table, say, size
+from aionn.cli.printing import NotDoneError, UsageError, counted, digest, entries, print_json, print_table, say, size
 
 try:
     import cryptography  # noqa: F401 -- signatures need it, and nothing imports it before the first one
@@ -160,7 +160,8 @@ def verify_store(url: str, remove: bool, as_json: bool) -> None:
         if found.bad:
             print_table("", ["object", "reason", "detail"], [(one.path, one.reason.value, one.detail) for one in found.bad])
         unnamed = f", {found.unnamed} of them named by no statement" if found.unnamed else ""
-        print(f"{found.statements} statements, {found.files} files{unnamed}, {found.models} models, {size(found.size_bytes)}")
+        files = f"{counted(found.files, 'file')}{unnamed}, {counted(found.models, 'model')}, {size(found.size_bytes)}"
+        print(f"{counted(found.statements, 'statement')}, {files}")
     if found.bad:
         count = len({one.path for one in found.bad})
         ending = "--remove removes them, and the next push or compile writes them again"
@@ -187,8 +188,6 @@ def sweep_store(url: str, keep_s: float, max_bytes: int | None, dry_run: bool, a
         return
     would = "would be " if dry_run else ""
     over = f"; {size(report.over_bytes)} beyond the budget are younger than a day" if report.over_bytes else ""
-    freed = f"{size(report.freed_bytes)} {would}freed"
-    print(
-        f"{report.statements} statements and {report.files + report.models + report.staging} files {would}removed, {freed}; "
-        f"{report.kept} statements kept, {size(report.kept_bytes)}{over}"
-    )
+    files = counted(report.files + report.models + report.staging, "file")
+    removed = f"{counted(report.statements, 'statement')} and {files} {would}removed, {size(report.freed_bytes)} {would}freed"
+    print(f"{removed}; {counted(report.kept, 'statement')} kept, {size(report.kept_bytes)}{over}")

@@ -12,6 +12,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from aionn.errors import AionnError, CallerError
@@ -108,12 +109,14 @@ def print_json(value: Any) -> None:
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table. Columns whose name ends with ">" hold numbers and are aligned to the right."""
+    """Print a line with the title, and a table. Columns whose name ends with ">" hold numbers and are aligned to the right."""
     from rich.console import Console
     from rich.table import Table
 
     console = Console(highlight=False, width=None if sys.stdout.isatty() else _WIDE)
-    table = Table(title=title or None, title_justify="left", box=None, pad_edge=False, header_style="bold")
+    if title:
+        print(escaped(title, one_line=True))  # as a title of Rich's table it would be wrapped at the table's width
+    table = Table(box=None, pad_edge=False, header_style="bold")
     for column in columns:
         name = column.rstrip(">")
         table.add_column(name, justify="right" if column.endswith(">") else "left", overflow="fold", no_wrap=name not in _PROSE)
@@ -158,9 +161,12 @@ def size(count: int) -> str:
     return f"{amount:.1f} {unit}"
 
 
-def entries(count: int) -> str:
-    """Return a number of entries for people, as "1 entry"."""
-    return f"{count} {'entry' if count == 1 else 'entries'}"
+def counted(count: int, one: str) -> str:
+    """Return a number of things for people, as "1 entry" and "2 entries"."""
+    return f"{count} {one if count == 1 else one.removesuffix('y') + 'ies' if one.endswith('y') else one + 's'}"
+
+
+entries = partial(counted, one="entry")
 
 
 def duration(seconds: float) -> str:

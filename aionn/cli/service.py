@@ -15,7 +15,7 @@ import uvloop
 from msgspec.structs import asdict
 
 from aionn.caching.private_folder import user_state_directory
-from aionn.cli.printing import NotDoneError, duration, print_json, print_table, show_warnings, size
+from aionn.cli.printing import NotDoneError, counted, duration, print_json, print_table, show_warnings, size
 from aionn.errors import AionnError, CallerError
 from aionn.memory.limits import raise_file_limit
 from aionn.needs import Confinement
@@ -187,7 +187,7 @@ def evict(path: str | None, key: str, as_json: bool) -> None:
     if as_json:
         print_json({"freed": count})
     else:
-        print(f"{count} models were freed")
+        print(f"{counted(count, 'model')} freed")
 
 
 def _path(path: str | None) -> str:

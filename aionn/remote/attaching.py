@@ -38,7 +38,8 @@ def service_path() -> str:
     """
     folder = os.environ.get("XDG_RUNTIME_DIR") or f"/run/user/{os.getuid()}"
     if not os.path.isabs(folder) or not os.path.isdir(folder):
-        why = f"XDG_RUNTIME_DIR is {os.environ.get('XDG_RUNTIME_DIR')!r}, and {folder} is not a folder"
+        unset = "XDG_RUNTIME_DIR is not set, and " * (not os.environ.get("XDG_RUNTIME_DIR"))
+        why = f"{unset}{folder!r} is not the absolute path of a folder"
         raise CallerError(f"the service of this user has no place for its socket: {why}; set XDG_RUNTIME_DIR, or give the path of a socket")
     return os.path.join(folder, "aionn", SOCKET_NAME)
 
@@ -85,7 +86,7 @@ def connect(path: str) -> socket.socket:
         why = "no service listens there" if error.errno in (errno.ENOENT, errno.ECONNREFUSED, errno.ENOTSOCK) else error.strerror or error
         raise DeviceUnavailableError(
             "",
-            f"the service at {path} cannot be reached: {why}; start one with `aionn serve`, or use drivers of this app with service='off'",
+            f"the service at {path} cannot be reached: {why}; start one with `aionn serve`, or give apps own drivers by service='off'",
         ) from error
     except BaseException:
         sock.close()

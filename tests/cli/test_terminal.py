@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from aionn.cli import main
-from aionn.cli.printing import print_table, show_warnings
+from aionn.cli.printing import counted, print_table, show_warnings
 from aionn.testing import FakeDevice, identity_model
 from tests.apps import run_app
 from tests.leaks import leak_check
@@ -36,6 +36,16 @@ def test_a_table_in_a_pipe_is_never_cut_or_wrapped(capsys: pytest.CaptureFixture
         "onnxruntime      9 B  available",
         f"openvino     10.0 MB  {WHY.strip()}",
     ]
+
+
+def test_a_title_that_is_longer_than_its_table_stays_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    print_table("service 15744 (aionn 0.1.0), apps: 0, connections: 0, for 2.24 s", ["app", "device"], [])
+    assert capsys.readouterr().out.splitlines() == ["service 15744 (aionn 0.1.0), apps: 0, connections: 0, for 2.24 s", "app  device"]
+
+
+def test_one_thing_is_counted_in_the_singular() -> None:
+    assert [counted(count, "entry") for count in (0, 1, 2)] == ["0 entries", "1 entry", "2 entries"]
+    assert [counted(count, "model") for count in (0, 1, 2)] == ["0 models", "1 model", "2 models"]
 
 
 def test_a_narrow_terminal_wraps_prose_and_leaves_whole_what_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:

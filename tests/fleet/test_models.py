@@ -338,7 +338,7 @@ def test_a_check_of_a_large_model_takes_little_memory(tmp_path: Path) -> None:
     environment = {**os.environ, "AIONN_TRUSTED_BUILDERS": os.fspath(tmp_path / "keyring"), "TMPDIR": os.fspath(tmp_path)}
     ran = subprocess.run([sys.executable, "-c", program, store], env=environment, check=True, capture_output=True, text=True)
     found, most_kib = ran.stdout.splitlines()
-    assert found.startswith("0 statements, 0 files, 1 models, ")
+    assert found.startswith("0 statements, 0 files, 1 model, ")
     assert int(most_kib) << 10 < size
 
 

@@ -292,8 +292,12 @@ def test_no_service_is_an_error_that_says_where(monkeypatch: pytest.MonkeyPatch,
         with pytest.raises(aionn.DeviceUnavailableError, match=str(tmp_path / "aionn" / "service.sock")):
             aionn.blocking.attach(identity_model())
         monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "nowhere"))
-        with pytest.raises(aionn.CallerError, match="no place for its socket"):
+        with pytest.raises(aionn.CallerError, match=r"no place for its socket: '.*/nowhere' is not the absolute path of a folder;"):
             aionn.blocking.attach(identity_model())
+        monkeypatch.delenv("XDG_RUNTIME_DIR")
+        if not os.path.isdir(f"/run/user/{os.getuid()}"):
+            with pytest.raises(aionn.CallerError, match="XDG_RUNTIME_DIR is not set, and '/run/user/"):
+                aionn.blocking.attach(identity_model())
 
 
 @pytest.mark.parametrize(
