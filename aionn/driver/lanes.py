@@ -113,7 +113,7 @@ class Lanes:
         self._jobs: deque[Job[Any]] = deque()
         self._name = name
         self._rest = deque(lanes)  # those without a thread
-        self._threads = 0
+        self._threads = self._busy = 0  # those that live, and those of them that work; the latter only while others may start
         self._turns = turns or Turns()
         self._priority = priority
         self._joining = joining
@@ -206,8 +206,10 @@ class Lanes:
                     if self._native.stopped:
                         return
                     continue
-            if rest and not self._native.sleeping:
-                self._start_another()
+            if counted := bool(rest):
+                self._busy += 1
+                if self._busy == self._threads:
+                    self._start_another()
             if high or turns.urgent:
                 turns.begin(priority)
             if job is not None:
@@ -216,6 +218,8 @@ class Lanes:
                 answer = work(lane)
             else:
                 answer = joining.run(lane, native, work)
+            if counted:
+                self._busy -= 1
             del work, job  # before the next wait, so that a closed memory is not kept mapped
             if high:
                 turns.end(priority)
