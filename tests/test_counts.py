@@ -50,7 +50,8 @@ MOST: dict[str, tuple[int, int, int]] = {
 # 17 the look for engines without `importlib.metadata`, where no other package has some
 # 35 the memory of a burst's first frame, which goes to the driver with the opening
 # 249 a service that gives its rights away, and the process that starts its drivers
-MOST_CODE_LINES = 45_255
+# 26 threads of a model that start when all of them work
+MOST_CODE_LINES = 45_254
 MOST_FILES = 328
 MOST_LINES_OF_C = 5_880
 MOST_NAMES_DEFINED_TWICE = 0

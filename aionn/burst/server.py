@@ -140,7 +140,7 @@ class ExecutionBurstServer:
             for queue in queues:
                 queue.close()
             raise refused
-        caches = hasattr(executor, "add_cache_entry")  # a check against the protocol takes as long as a call of the model
+        caches = hasattr(executor, "add_cache_entry")  # a check against a protocol compares all its attributes each time
         with_cache = cast(IBurstExecutorWithCache, executor) if caches else DefaultBurstExecutorWithCache(cast(IPreparedModel, executor))
         window_ns = DRIVER_WINDOW_NS if may_stay_awake(low_power=low_power) else 0
         server = cls(callback, (queues[0], queues[1]), with_cache, lanes, window_ns, anticipate)

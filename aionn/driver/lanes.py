@@ -164,11 +164,10 @@ class Lanes:
                 await asyncio.wait_for(ended.wait(), CLOSE_S)
 
     def _start_one(self) -> None:
+        work = threading.Thread(target=self._serve, args=(self._rest.popleft(),), name=f"{self._name} {self._threads}", daemon=True)
         self._threads += 1
         try:
-            threading.Thread(
-                target=self._serve, args=(self._rest.popleft(),), name=f"{self._name} {self._threads - 1}", daemon=True
-            ).start()
+            work.start()
         except BaseException:
             self._threads -= 1
             raise
@@ -177,7 +176,7 @@ class Lanes:
         """Start the thread of a further lane, because no lane is free. If the system refuses it, those that there are serve all."""
         try:
             self._start_one()
-        except (OSError, RuntimeError) as error:
+        except (MemoryError, RuntimeError) as error:  # this lane has work, which must go on
             self._rest.clear()
             logger.warning("a model is served by %d threads, because the system refused another one: %s", self._threads, error)
         except IndexError:

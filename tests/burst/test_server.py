@@ -378,6 +378,7 @@ async def test_create_in_both_forms_by_hand(form: str) -> None:
     executor = _ByHand(prepared) if form == "executor with cache" else prepared
     channels = duplicated(requests.descriptor()), duplicated(results.descriptor())
     server = ExecutionBurstServer.create(slots, *channels, executor, low_power=True)
+    assert (server._executor is executor) is (form == "executor with cache")
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(server.serve)
         client = RawClient(requests, results, slots, server, None)  # type: ignore[arg-type]
