@@ -299,7 +299,9 @@ async def test_many_calls_at_once_queue(fake: FakeDevice) -> None:
 
             await at_once(lambda number: compilation.compute({"x": x(number)}))
             await at_once(lambda number: burst.compute({"x": x(number)}))
-            assert burst.statistics()["frames"] == FRAMES  # they did queue
+            # They did queue. At a moment when all frames are leased and none is with the driver, the burst takes one more page of them.
+            pages = (FRAMES, 2 * FRAMES)
+            assert burst.statistics()["frames"] in pages
             await at_once(with_frame)
             with aionn.Memory.allocate(16) as memory:
                 memory.array(np.float32, (4,))[...] = 7
@@ -309,8 +311,7 @@ async def test_many_calls_at_once_queue(fake: FakeDevice) -> None:
             del outputs
             statistics = burst.statistics()
             assert statistics["pinned_frames"] == 0
-            # At a moment when all frames are leased and none is with the driver, the burst takes one more page of them.
-            assert statistics["free_frames"] in (FRAMES, 2 * FRAMES)
+            assert statistics["free_frames"] in pages
 
 
 async def test_many_calls_whose_outputs_need_more_room_queue() -> None:

@@ -81,6 +81,8 @@ async def test_a_stream_of_large_inputs_lets_the_loop_run_before_each() -> None:
     async with aionn.Runtime() as runtime, anyio.create_task_group() as app:
         compiled = await runtime.compile(model, devices=("reference",))
         async with compiled.burst() as burst:
+            await burst.compute({"input": picture})
+            assert burst._connection.usual[0] is not None  # what follows is a stream, which yields whenever its answers come
             app.start_soon(other_task)
             for value in range(30):
                 picture[...] = value
