@@ -4,6 +4,9 @@ The first driver of an app imports, copies itself once (`leave_template`), and g
 the app's orders, and each order makes one more copy, which goes on as a driver from the same place as the first one did. So a template
 shares its memory with all of them, and no start waits for it.
 
+A built-in engine of another device, such as the reference beside ONNX Runtime, is imported after its second order. A device that is
+started once, which most are, costs the template nothing. Meanwhile the app starts drivers by exec.
+
 Invariants
     A copy is made while the process has one thread, and before it has seen a model or confined itself.
     No class of a stranger's engine is imported before a copy, because the template is not confined.
@@ -19,6 +22,7 @@ import os
 import signal
 import socket
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
@@ -28,6 +32,7 @@ from aionn.engines.installed import BUILT_IN
 from aionn.remote.orders import (
     CONTROL_FD,
     COUNTER_FD,
+    LEARNS,
     MADE,
     MOST_BYTES,
     NUMBER_OF_LAST,
@@ -85,11 +90,11 @@ def _import_needed(device: str) -> str:
     import aionn.driver._valve
     import aionn.driver.process  # noqa: F401
 
-    name, _, home = device.rpartition("=")
-    if name in _ONE_THREAD and home == BUILT_IN[name]:
+    if _may_import(device):
         from aionn.driver.registry import find
         from aionn.errors import DeviceUnavailableError
 
+        name, _, home = device.rpartition("=")
         try:
             find(name, home)
         except DeviceUnavailableError:
@@ -99,6 +104,12 @@ def _import_needed(device: str) -> str:
     except SandboxError as error:
         return str(error)
     return "" if threads == "1" else f"{threads} threads run before the first model"
+
+
+def _may_import(device: str) -> bool:
+    """Return whether a template may import the library of that device: NAME=HOME."""
+    name, _, home = device.rpartition("=")
+    return name in _ONE_THREAD and home == BUILT_IN[name]
 
 
 def _copy(at: int) -> str | None:
@@ -119,6 +130,7 @@ def _wait_for_orders(orders: socket.socket, first: list[str]) -> list[str]:
     close_inherited((CONTROL_FD, COUNTER_FD, SOCKET_FD, PAGE_FD))
     bind_to_parent()
     name_process("template")
+    made = Counter({first[0]: 2})  # whose library was imported before the copy
     try:
         orders.send(READY)
         while True:
@@ -132,7 +144,17 @@ def _wait_for_orders(orders: socket.socket, first: list[str]) -> list[str]:
                 return arguments
             for fd in given:
                 os.close(fd)
-            orders.send(why.encode() or MADE)
+            device = arguments[0]
+            made[device] += not why
+            if why or made[device] != 2 or not _may_import(device):
+                orders.send(why.encode() or MADE)
+                continue
+            orders.send(LEARNS)
+            why = _import_needed(device)
+            gc.freeze()
+            orders.send(why.encode() or READY)
+            if why:
+                os._exit(0)
     except ConnectionError:
         os._exit(0)  # the app has gone, or wants no template any more
 

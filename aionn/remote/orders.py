@@ -14,8 +14,9 @@ PAGE_BYTES = 4096
 MOST_BYTES = 1 << 16
 """The most bytes of an order."""
 
-READY, MADE = b"ready", b"made"
-"""A template says READY when it waits for orders, and MADE when it has made a driver. Any other text says what keeps it from that."""
+READY, MADE, LEARNS = b"ready", b"made", b"learns"
+"""A template says READY when it waits for orders, and MADE when it has made a driver. It says LEARNS when it has made one and imports the
+library of its device next, until it is READY again. Any other text says what keeps it from that."""
 
 CONTROL_FD, COUNTER_FD, SOCKET_FD, PAGE_FD = 3, 4, 5, 6
 """The descriptors of a driver, and the two more of one that is to leave a template."""

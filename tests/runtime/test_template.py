@@ -12,7 +12,7 @@ import sys
 import textwrap
 import threading
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -65,12 +65,12 @@ def from_template(pid: int) -> bool:
     return any(own.split()[0] in Path(f"/proc/{each}/maps").read_text() for each in template_pids())
 
 
-async def templated(runtime: aionn.Runtime) -> int:
-    """Start drivers of the first device until one comes from the template. Returns its number.
+async def templated(runtime: aionn.Runtime, name: str = "onnxruntime") -> int:
+    """Start drivers of a device until one comes from the template. Returns its number.
 
     The first driver may greet before the template that it has left waits for orders. The next one is then started by itself.
     """
-    device = device_of(runtime)
+    device = device_of(runtime, name)
     with anyio.fail_after(60):
         await device.restart()
         while not from_template(device.pid or 0):
@@ -361,6 +361,27 @@ async def test_a_device_whose_library_starts_threads_leaves_no_template() -> Non
         device = device_of(runtime, "openvino")
         await device.restart()
         assert from_template(device.pid or 0)
+
+
+async def test_the_library_of_a_further_device_is_the_templates_after_its_second_order() -> None:
+    def has_library(pid: int) -> bool:
+        return "onnx_cpp2py_export" in Path(f"/proc/{pid}/maps").read_text()
+
+    async with leak_check(), aionn.Runtime(start=()) as runtime:
+        await templated(runtime)
+        before = template_pids()
+        reference = device_of(runtime, "reference")
+        await reference.restart()
+        assert from_template(reference.pid or 0)
+        assert [has_library(pid) for pid in before] == [False]
+        # The first of these orders makes the template import. It takes none of the others meanwhile, and nothing waits for it.
+        async with AsyncExitStack() as stack, anyio.create_task_group() as group:
+            for _ in range(4):
+                other = await stack.enter_async_context(aionn.Runtime(start=()))
+                group.start_soon(device_of(other, "reference").restart)
+        await templated(runtime, "reference")
+        assert template_pids() == before
+        assert [has_library(pid) for pid in before] == [True]
 
 
 async def test_a_stop_before_the_template_is_there_leaves_nothing() -> None:

@@ -30,7 +30,7 @@ from typing import Protocol
 
 from aionn.errors import CallerError
 from aionn.loopless import is_readable, leave_in_child, running_loop
-from aionn.remote.orders import MADE, NUMBER_OF_LAST, OWN_NUMBER, PAGE_BYTES, READY, encode_order, may_differ
+from aionn.remote.orders import LEARNS, MADE, NUMBER_OF_LAST, OWN_NUMBER, PAGE_BYTES, READY, encode_order, may_differ
 
 logger = logging.getLogger("aionn.driver")
 
@@ -168,8 +168,10 @@ class Template:
             socket.send_fds(self._orders, [encode_order(arguments, variables)], given)
             if is_readable(self._orders.fileno(), _ANSWER_S):
                 said = self._orders.recv(PAGE_BYTES)
-        if said not in (b"", MADE):
+        if said not in (b"", MADE, LEARNS):
             return 0  # the system has no room for another process
+        if said == LEARNS:
+            self.pid = 0  # until it is ready again, so that no start waits for its imports
         if said:
             return self._number(NUMBER_OF_LAST)
         self.why = "it did not answer"
