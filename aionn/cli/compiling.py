@@ -124,7 +124,7 @@ def compile_model(path: str, options: CompileArguments, *, as_json: bool) -> Non
                     duration(one["took_s"]),
                     size(one["stored_bytes"]),
                     duration(one["compile_s"]),
-                    one["key"][:16],
+                    one["key"][:16] if one["stored"] else "",
                     *([": ".join(filter(None, (one["stage"]["state"], one["stage"]["reason"])))] if staged else []),
                 )
                 for one in done

@@ -92,7 +92,7 @@ def _given(inputs: Sequence[str]) -> Arrays:
             with open(file, "rb") as opened:
                 arrays[name] = np.load(opened, allow_pickle=False)
         except OSError as error:
-            hint = "; for a shape give --shape" if set(file) <= set("0123456789x") else ""
+            hint = "; " + ("for a shape give --shape" if set(file) <= set("0123456789x") else "write one with numpy.save")
             raise UsageError(f"the file {file!r} of --input {name} cannot be read as a .npy file ({error}){hint}") from error
         except (ValueError, EOFError, BadZipFile) as error:  # NumPy's own text recommends to load pickled objects
             raise UsageError(

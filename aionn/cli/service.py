@@ -145,10 +145,12 @@ def show(path: str | None, as_json: bool) -> None:
         facts = uvloop.run(_asked(_path(path), ReadService()))
     except AionnError as error:
         raise NotDoneError(str(error)) from error
+    apps = [pid for pid in facts.apps if pid != os.getpid()]  # this command asks over a connection, too
     if as_json:
         print_json(
             {
                 **asdict(facts),
+                "apps": apps,
                 "sandbox": asdict(facts.sandbox),
                 "drivers": [
                     {**asdict(each), "guests": list(map(asdict, each.guests)), "models": list(map(asdict, each.models))}
@@ -162,7 +164,6 @@ def show(path: str | None, as_json: bool) -> None:
         for driver in facts.drivers
         for guest in driver.guests
     ]
-    apps = [pid for pid in facts.apps if pid != os.getpid()]  # this command asks over a connection, too
     title = f"service {facts.pid} (aionn {facts.release}), apps: {len(set(apps))}, connections: {len(apps)}, for {duration(facts.seconds)}"
     print_table(title, ("app", "device", "driver", "models", "bursts", "buffers"), rows)
     models = [

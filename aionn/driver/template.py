@@ -61,7 +61,6 @@ def leave_template(arguments: list[str]) -> list[str]:
     why: str | None = _import_needed(arguments[0])
     with socket.socket(fileno=SOCKET_FD) as orders:
         if not why:
-            gc.freeze()  # a collection would write to all objects, and memory is shared until it is written to
             _show(["aionn.driver.template"])  # before the copy, so that a copy which has not run yet is not taken for a driver
             why = _copy(OWN_NUMBER)
         if why is None:
@@ -99,6 +98,7 @@ def _import_needed(device: str) -> str:
             find(name, home)
         except DeviceUnavailableError:
             return f"{name} cannot be loaded"  # the driver will say why
+    gc.freeze()  # a collection would write to all objects, and memory is shared until it is written to
     try:
         threads = threads_here()
     except SandboxError as error:
@@ -151,7 +151,6 @@ def _wait_for_orders(orders: socket.socket, first: list[str]) -> list[str]:
                 continue
             orders.send(LEARNS)
             why = _import_needed(device)
-            gc.freeze()
             orders.send(why.encode() or READY)
             if why:
                 os._exit(0)

@@ -334,6 +334,7 @@ def test_what_could_not_be_stored_is_told_and_exits_1(terminal: Terminal) -> Non
     assert "nothing is stored" in err.splitlines()[-1]
     assert "unsafe" in err.splitlines()[-1]
     assert "miss" in out
+    assert out.split()[-2:] == ["0", "us"]  # it names no entry
     told = terminal.json("run", "model.onnx", "--cache-dir", "cache", "--device", "onnxruntime")  # running goes on without it
     assert told["cache"][0]["save_failure"].startswith("unsafe")
 

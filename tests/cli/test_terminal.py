@@ -115,6 +115,8 @@ def test_a_file_that_is_no_array_of_numbers_is_told_without_advice_to_unpickle(t
         told = capsys.readouterr().err
         assert "cannot be read as a .npy file" in told
         assert "pickle" not in told
+    assert main(["run", str(tmp_path / "model.onnx"), "--input", "x=no.npy"]) == 2
+    assert capsys.readouterr().err.rstrip().endswith("write one with numpy.save")
 
 
 def test_a_trace_that_cannot_be_written_is_told_before_the_model_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -322,7 +322,7 @@ async def test_nonsense_at_the_socket_ends_its_sender_alone(served: Served) -> N
         await right(compilation.compute, 2)
         for sender in held:
             sender.close()
-        await until(lambda: len(served.facts()["apps"]) <= 2)
+        await until(lambda: len(served.facts()["apps"]) <= 1)
         assert "Traceback" not in served.log
 
 

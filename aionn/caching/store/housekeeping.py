@@ -77,7 +77,7 @@ class Housekeeping:
         if refusal.reason not in self._warned:
             self._warned.add(refusal.reason)
             level = logging.INFO if refusal.reason in _USUAL else logging.WARNING
-            _log.log(level, "compilation cache %s cannot be used as asked: %s", self.path, refusal)
+            _log.log(level, "compilation cache %s cannot be used as asked: %s; `aionn doctor --cache-dir` looks at it", self.path, refusal)
 
     def current(self) -> CacheDirectory | Refusal:
         """Return the directory as it is now, made again if it was deleted. The first call also tidies up."""
