@@ -74,7 +74,7 @@ FAILED = "waiting after a failure"
 
 Cause = Literal["first", "death", "idle"]
 
-_NO_REFUSALS = {
+NO_FAULT = {
     MissReason.ABSENT,
     MissReason.OTHER_DRIVER_VERSION,
     MissReason.BUSY,
@@ -594,7 +594,7 @@ class Progress(Unwatched):
                 runtime.compiled(slot, attempt.outcome, time.monotonic_ns() - began_ns)
 
     def refused(self, directory: str, device: str, refusal: Refusal | None) -> None:
-        if refusal is not None and refusal.reason not in _NO_REFUSALS:
+        if refusal is not None and refusal.reason not in NO_FAULT:
             self._record.publish(CacheRefused(cache=directory, device=device, reason=refusal.reason.value, detail=refusal.detail))
 
 

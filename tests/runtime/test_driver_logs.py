@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import subprocess
 import sys
@@ -102,6 +103,27 @@ async def test_warnings_name_the_model_and_the_device(
     (record,) = (record for record in caplog.records if record.levelno == logging.WARNING)
     assert f"device {fake.name!r} did not take the cached compilation of model 'door'" in record.getMessage()
     assert (record.aionn_device, record.aionn_model) == (fake.name, "door")  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("way", ["an entry is cut", "the folder is open to others"])
+async def test_an_entry_that_is_not_used_has_one_warning_with_the_way_out(
+    way: str, fake: FakeDevice, model: aionn.Model, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with aionn.Runtime() as runtime:
+        await runtime.compile(model, devices=(fake.name,), cache_dir=tmp_path)
+        assert not caplog.records  # nothing was stored before, which is no fault
+        (stored,) = (path for path in (tmp_path / "entries").rglob("model*") if path.is_file())
+        if way == "an entry is cut":
+            os.truncate(stored, 1)
+            reason, way_out = "wrong_length", f"`aionn cache verify {tmp_path}`"
+        else:
+            os.chmod(tmp_path, 0o777)
+            reason, way_out = "unsafe", "`aionn doctor --cache-dir`"
+        again = await runtime.compile(model, devices=(fake.name,), cache_dir=tmp_path, name="door")
+    assert [outcome.reason and outcome.reason.value for outcome in again.outcomes] == [reason]
+    (record,) = (record for record in caplog.records if record.levelno == logging.WARNING)
+    assert f": {reason}: " in record.getMessage()
+    assert way_out in record.getMessage()
 
 
 def test_aionn_sets_no_level_and_adds_no_handler_but_a_null_one() -> None:

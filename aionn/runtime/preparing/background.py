@@ -64,6 +64,7 @@ from aionn.runtime.preparing.compile_acts import (
     leave,
     load_files,
     log_refusal,
+    note_miss,
     open_entry,
     raise_if_unsupported,
     read,
@@ -248,7 +249,7 @@ class _Making:
         if self._first_miss is None and found.outcome.reason is not None:
             self._first_miss = found.outcome
             if bad is None:
-                current.get().refused(cache.store.path, self._name, Refusal(found.outcome.reason, found.outcome.detail))
+                note_miss(cache.store, found.outcome)
 
     async def _artifact(self, missed: Missed) -> _Way | Offered | _Next | None:
         """End a miss of the cache.

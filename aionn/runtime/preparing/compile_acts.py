@@ -47,7 +47,7 @@ from aionn.loopless import seconds_until
 from aionn.remote.device import RemoteDevice, RemotePreparedModel
 from aionn.runtime.model import Source, adopt, is_read, source_of
 from aionn.runtime.processes.devices import Devices
-from aionn.runtime.record import ASKING, COMPILING, LOADING, READING, CompilationRecord, about, current
+from aionn.runtime.record import ASKING, COMPILING, LOADING, NO_FAULT, READING, CompilationRecord, about, current
 from aionn.tasks import in_time
 
 
@@ -489,6 +489,21 @@ def refusal_of(error: AionnError) -> Refusal:
 def wants_lanes(error: AionnError) -> bool:
     """Return whether the device cannot run as many instances as were asked for. Another compile of the model would not help."""
     return isinstance(error, CompilationError) and error.reason == NO_LANES
+
+
+def note_miss(store: CacheStore, outcome: CacheOutcome) -> None:
+    """Report why the cache did not serve, and log it if an entry is at fault.
+
+    A directory that cannot be used has a warning of the cache, once for each reason.
+    """
+    if outcome.reason is None:
+        return
+    refusal, name = Refusal(outcome.reason, outcome.detail), current.get().name
+    current.get().refused(store.path, outcome.device, refusal)
+    if outcome.reason not in NO_FAULT and outcome.save_failure is None:
+        what = "the cached compilation of model %r for device %r is not used, and the model is compiled again: %s; `aionn cache verify %s`"
+        what += " checks the other entries"
+        logger.warning(what, name, outcome.device, refusal, store.path, extra=about(device=outcome.device, model=name))
 
 
 def log_refusal(store: CacheStore, remote: RemoteDevice, refusal: Refusal, error: AionnError) -> None:

@@ -33,6 +33,7 @@ from aionn.runtime.preparing.compile_acts import (
     load,
     log_refusal,
     look_up,
+    note_miss,
     raise_if_unsupported,
     refusal_of,
     wanted_of,
@@ -105,8 +106,8 @@ async def _through_cache(
                 raise_if_unsupported(remote, request.model, found)
                 made = await compile_model(devices, remote, request)
             else:
-                if bad is None and outcome.reason is not None:
-                    current.get().refused(store.path, name, Refusal(outcome.reason, outcome.detail))
+                if bad is None:
+                    note_miss(store, outcome)
                 made, outcome = await _missed(Missed(devices, remote, request, wanted, found, store))
         finally:
             await leave(found, made)
