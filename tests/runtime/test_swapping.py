@@ -111,6 +111,22 @@ async def test_a_new_version_is_tried_on_inputs_that_come_while_it_is_compiled(m
         assert compilation._parts.compiled.watched == 0
 
 
+async def test_a_swap_of_a_compilation_that_is_closed_meanwhile_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = background.make
+
+    async def make(*arguments: Any, **named: Any) -> Any:
+        made = await original(*arguments, **named)
+        await compilation.aclose()
+        return made
+
+    monkeypatch.setattr(background, "make", make)
+    async with leak_check(grace_s=5), aionn.Runtime() as runtime:
+        compilation = await runtime.compile(OLD, devices=("reference",))
+        await compilation.compute(word(1))
+        with pytest.raises(aionn.CallerError, match="this compilation has been closed"):
+            await runtime.swap(compilation, NEW)
+
+
 async def test_an_input_that_the_version_before_cannot_run_either_decides_nothing() -> None:
     async with leak_check(grace_s=5), aionn.Runtime() as runtime:
         compilation = await runtime.compile(OLD, devices=("reference",))

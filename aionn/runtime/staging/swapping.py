@@ -120,31 +120,36 @@ async def _try(target: NewModel, better: Serving, recent: Sequence[Inputs]) -> N
     """
     tried = False
     for inputs in recent:
-        failed = await _failure(target.run, better, inputs)
+        failed = await _failure(target, better, inputs)
         if failed is None:
             tried = True
             continue
         before = target.kept_model.compiled.serving
-        if before is None or not before.alive or await _failure(target.run, before, inputs) is None:
+        if before is None or not before.alive or await _failure(target, before, inputs) is None:
             raise CompilationError(f"the new model cannot run: {failed}", reason=str(failed)) from failed
     if tried:
         return
     failed = None
     for inputs in guessed_inputs(target.kept_model.model):
-        failed = await _failure(target.run, better, inputs)
+        failed = await _failure(target, better, inputs)
         if failed is None:
             return
     if failed is not None and target.static:
         raise CompilationError(f"the new model cannot run: {failed}", reason=str(failed)) from failed
 
 
-async def _failure(run: Run, serving: Serving, inputs: Inputs) -> AionnError | None:
-    """Run inputs on a prepared model. Returns the error of a run that failed, or None."""
+async def _failure(target: NewModel, serving: Serving, inputs: Inputs) -> AionnError | None:
+    """Run inputs on a prepared model. Returns the error of a run that failed, or None.
+
+    Raises:
+        CallerError: the compilation was closed meanwhile, which says nothing about the model.
+    """
     try:
-        await run(serving, inputs, deadline_of(RUN_TIMEOUT_S))
+        await target.run(serving, inputs, deadline_of(RUN_TIMEOUT_S))
     except DeadlineError:
         raise
     except AionnError as error:
+        target.kept_model.check_not_closed()
         serving.check_alive()
         return error
     return None
