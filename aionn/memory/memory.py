@@ -226,7 +226,11 @@ class Memory(ClosedByWith):
         """
         import numpy as np
 
-        element, extents = np.dtype(dtype), extents_of((shape,) if isinstance(shape, int | np.integer) else shape)
+        try:
+            element = np.dtype(dtype)
+        except TypeError as error:
+            raise CallerError(f"dtype={dtype!r}: NumPy knows no such element type ({error}); give one, as in np.float32") from error
+        extents = extents_of((shape,) if isinstance(shape, int | np.integer) else shape)
         if element.hasobject:
             raise CallerError(f"dtype {element} holds references to Python objects; shared memory holds plain numbers only")
         needed = element.itemsize

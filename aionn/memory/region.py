@@ -216,7 +216,7 @@ class Region:
         have = os.fstat(self.fileno()).st_size
         if have < end:
             raise MappingError(
-                f"memory of kind mmap_fd: bytes {begin} to {end} of a file that now has {have} bytes; the file was cut off while in use"
+                f"memory of kind mmap_fd: bytes {begin} to {end} of a file that was cut off to {have} bytes; keep its size while in use"
             )
 
     def begin_use(self) -> None:

@@ -182,6 +182,9 @@ def _ranges(inputs: Sequence[tuple[str, Operand]], outputs: Sequence[tuple[str, 
     ]
 
 
+_WAY_OUT = "give the output other memory"
+
+
 def _overlap(ranges: list[_Range]) -> str | None:
     """Return a sentence about the first output that shares bytes with an input or another output. Inputs may share bytes.
 
@@ -196,9 +199,9 @@ def _overlap(ranges: list[_Range]) -> str | None:
         if pool_index != pool:
             pool, furthest_end, furthest_output_end = pool_index, 0, 0
         if word == "output" and begin < furthest_end:
-            return f"output {name!r}: its bytes {begin} to {end} of pool {pool} overlap those of {furthest}"
+            return f"output {name!r}: its bytes {begin} to {end} of pool {pool} overlap those of {furthest}; {_WAY_OUT}"
         if begin < furthest_output_end:
-            return f"{furthest_output}: its bytes in pool {pool} overlap those of {word} {name!r}, {begin} to {end}"
+            return f"{furthest_output}: its bytes in pool {pool} overlap those of {word} {name!r}, {begin} to {end}; {_WAY_OUT}"
         if end > furthest_end:
             furthest_end, furthest = end, f"{word} {name!r}"
         if word == "output" and end > furthest_output_end:

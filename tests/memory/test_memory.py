@@ -333,6 +333,11 @@ def test_use_after_close_is_a_clear_error() -> None:
                 use()
 
 
+def test_an_element_type_that_numpy_does_not_know_is_refused() -> None:
+    with Memory.allocate(100) as memory, pytest.raises(CallerError, match=r"dtype='float99'.*as in np\.float32"):
+        memory.array("float99", 1)
+
+
 def test_arrays_keep_the_bytes_after_close() -> None:
     memory = Memory.allocate(100)
     array = memory.array(np.uint8, 100)

@@ -250,9 +250,9 @@ async def test_a_burst_that_is_closed_before_its_frame_is_yielded_says_so(compil
     async with compilation.burst() as other:
         with pytest.raises(aionn.CallerError, match="belongs to another burst"):
             await anext(other.map([frame]))
-    with pytest.raises(aionn.CallerError, match="the burst is not open"):
+    with pytest.raises(aionn.CallerError, match="the burst is not open, or was closed"):
         await burst.lease()
-    with pytest.raises(aionn.CallerError, match="the burst is not open"):
+    with pytest.raises(aionn.CallerError, match="the burst is not open, or was closed"):
         await anyio.to_thread.run_sync(burst.lease)
 
 

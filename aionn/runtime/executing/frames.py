@@ -83,7 +83,7 @@ class Frames:
         pool = pools.pop(size, None)
         if pool is None:
             if self._closed:
-                raise CallerError("the burst was closed")
+                raise CallerError("the burst was closed; open another one")
             for smaller in [other for other in pools if other < size <= other + other // 8]:
                 self._release(smaller)
             pool = FramePool(size, self._in_flight, self._allocate)

@@ -51,7 +51,7 @@ _ATTEMPTS = 4
 """How often a connection is tried while models are swapped, or drivers die."""
 
 _CLOSED = "the burst was closed while this call waited"
-_NOT_OPEN = "the burst is not open; use it inside `with ... as burst`"
+_NOT_OPEN = "the burst is not open, or was closed; open one with `with ... as burst`"
 _TIDYING_S = 0.01
 _BUSY = "another call of this blocking burst is running, and one thread at a time may use it; open one for each thread"
 

@@ -41,7 +41,7 @@ from aionn.runtime.streaming.any_connection import AnyConnection, trace_of
 if TYPE_CHECKING:
     from aionn.runtime.session import Session
 
-_NOT_OPEN = "the burst is not open; use it inside `async with compilation.burst() as burst`"
+_NOT_OPEN = "the burst is not open, or was closed; open one with `async with compilation.burst() as burst`"
 
 _AFTER_A_VERDICT_S = 0.4
 """A request is asked for so much later than `hang_s`. The question makes a driver run, and one that hangs is judged by then."""
