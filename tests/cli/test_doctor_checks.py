@@ -305,7 +305,8 @@ def test_fix_removes_what_a_killed_compile_left_and_nothing_else(tmp_path: Path)
     rows = {row.check: row for row in folders.cache_directory(str(cache))}
     assert rows["cache leavings"].status == "warn"
     verdict = Clinic(tmp_path).run("--fix", "--device", "reference", "--cache-dir", str(cache))
-    assert verdict.fixed == [f"{cache}: 1 leavings removed"]
+    # An app that another test has killed at this moment leaves something, too.
+    assert [line for line in verdict.fixed if not line.startswith("/dev/shm/aionn-")] == [f"{cache}: 1 leavings removed"]
     assert "cache leavings" not in verdict.rows
     assert staged() == whole
     assert stranger.read_text() == "mine"
