@@ -158,7 +158,7 @@ class EngineDevice:
 
                     batching, first = options.batching, executables[0]
                     with trace.span("driver.probe_rows", device=self.name):
-                        shared.rows = await self._blocking(lambda: probed(self.name, first, model, batching), flag, options.deadline_ns)
+                        shared.rows = await self._blocking(lambda: probed(first, model, batching), flag, options.deadline_ns)
                 if lent is not None and not outcome:
                     outcome = await self._save(compiled.executable, model, lent, flag, options.deadline_ns, shared.rows, stored)
                 if self.sharing.by_contents and stored:

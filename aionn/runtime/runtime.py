@@ -453,7 +453,8 @@ class Runtime(AsyncOnly):
 
         session = self._opened.session
         if not isinstance(compilation, Compilation) or (parts := parts_of(compilation)).session is not session:
-            raise CallerError("swap takes a compilation of this runtime")
+            found = "one of another runtime" if isinstance(compilation, Compilation) else type(compilation).__name__
+            raise CallerError(f"swap takes a compilation of this runtime, not {found}; write runtime.swap(compilation, model)")
         about = trace.about(model=parts.kept_model.record.name)
         deadline_ns = deadline_of(timeout_s)
         with about, trace.span("swap"), parts.compiled.use.hold(), ending_by(deadline_ns, "the new model was not swapped in"):

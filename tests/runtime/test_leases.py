@@ -248,7 +248,7 @@ async def test_a_burst_that_is_closed_before_its_frame_is_yielded_says_so(compil
     with pytest.raises(aionn.CallerError, match=sentence):
         frame["input"] = place
     async with compilation.burst() as other:
-        with pytest.raises(aionn.CallerError, match="belongs to another burst"):
+        with pytest.raises(aionn.CallerError, match="belongs to another burst; compute it with that one"):
             await anext(other.map([frame]))
     with pytest.raises(aionn.CallerError, match="the burst is not open, or was closed"):
         await burst.lease()

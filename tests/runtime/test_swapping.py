@@ -111,6 +111,14 @@ async def test_a_new_version_is_tried_on_inputs_that_come_while_it_is_compiled(m
         assert compilation._parts.compiled.watched == 0
 
 
+async def test_a_swap_of_what_is_no_compilation_of_the_runtime_says_what_it_got() -> None:
+    async with aionn.Runtime() as runtime, aionn.Runtime() as other:
+        compilation = await other.compile(OLD, devices=("reference",))
+        for given, found in ((OLD, "Model"), (compilation, "one of another runtime")):
+            with pytest.raises(aionn.CallerError, match=f"of this runtime, not {found}; write runtime.swap"):
+                await runtime.swap(given, NEW)  # type: ignore[arg-type]
+
+
 async def test_a_swap_of_a_compilation_that_is_closed_meanwhile_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     original = background.make
 

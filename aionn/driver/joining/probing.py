@@ -65,11 +65,11 @@ def axes_of(model: PooledModel, batching: Batching) -> tuple[tuple[str, int | No
     return tuple(found.items())
 
 
-def probed(device: str, executable: Executable, model: PooledModel, batching: Batching) -> RowAxes:
-    """Return what `probe` finds, and log why the device joins nothing."""
+def probed(executable: Executable, model: PooledModel, batching: Batching) -> RowAxes:
+    """Return what `probe` finds, and log why nothing is joined."""
     found = probe(executable, model, batching)
     if found.reason:
-        logger.warning("device %r joins no requests of this model, because %s", device, found.reason)
+        logger.warning("no requests of this model are joined, because %s", found.reason)
     return found
 
 

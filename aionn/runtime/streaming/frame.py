@@ -190,7 +190,7 @@ def lease_of(frame: Frame, connection: AnyConnection) -> tuple[tuple[FrameLayout
         CallerError: it belongs to another burst, or its lease has ended.
     """
     if frame._connection is not connection:
-        raise CallerError("this frame belongs to another burst")
+        raise CallerError("this frame belongs to another burst; compute it with that one, or get a frame of this one")
     return frame._leased(), frame._placed
 
 
