@@ -6,6 +6,7 @@ Every function blocks, so a caller in an event loop uses a thread.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import stat
@@ -246,7 +247,9 @@ def open_model(source: str | os.PathLike[str], where: str = "", fd: int = -1) ->
         raise CallerError(f"{where}: there is no such file; give the path of an ONNX file (.onnx)") from error
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or error
-        raise CallerError(f"{where}: it cannot be read ({why}); give a readable ONNX file") from error
+        shortage = getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE)
+        way_out = "close files or raise the limit (ulimit -n)" if shortage else "give a readable ONNX file"
+        raise CallerError(f"{where}: it cannot be read ({why}); {way_out}") from error
     if not file.size:
         raise CallerError(f"{where}: it is empty; an ONNX model has a graph")
     check_format(file.read(0, min(file.size, 64)), where)

@@ -38,6 +38,7 @@ from aionn.graph.files import Beside, GivenBytes
 from aionn.graph.unchanged import changeable_contents
 from aionn.graph.wire import Survey, survey
 from aionn.hal.model import known_contents, known_token, may_change
+from aionn.testing import identity_model
 from tests.engines.onnx_graphs import model_of, value
 from tests.runtime.test_external_data import ALL_PATHS, tensor, tensors_of
 
@@ -278,6 +279,21 @@ async def test_the_contents_are_known_also_when_the_graph_is_read_before_the_dig
     assert (known_contents(model), known_token(model)) == (b"", b"")
     await model.digest()
     assert known_contents(model) == changeable_contents(model)
+
+
+def test_a_model_that_no_descriptor_is_left_for_is_not_called_unreadable(tmp_path: Path) -> None:
+    path = tmp_path / "model.onnx"
+    path.write_bytes(identity_model())
+    aionn.Model.from_onnx(path)  # imports what it needs
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = os.dup(0)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
+        with pytest.raises(CallerError, match=r"Too many open files\); close files or raise the limit"):
+            aionn.Model.from_onnx(path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        os.close(free)
 
 
 @pytest.mark.anyio
