@@ -52,6 +52,7 @@ MOST: dict[str, tuple[int, int, int]] = {
 # 249 a service that gives its rights away, and the process that starts its drivers
 # 26 threads of a model that start when all of them work
 # 18 a template that imports the library of a further device
+# 21 sentences with a way out, and the log of a damaged entry, where a hostile user found none
 MOST_CODE_LINES = 45_293
 MOST_FILES = 328
 MOST_LINES_OF_C = 5_880
