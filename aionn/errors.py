@@ -10,6 +10,7 @@ A cache miss, a refused artifact and a failed save are values (`CacheOutcome`) a
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Coroutine, Mapping
 from typing import Any, TypeVar
 
@@ -32,6 +33,7 @@ __all__ = [
     "StageRejected",
 ]
 
+NO_DESCRIPTOR_LEFT = (errno.EMFILE, errno.ENFILE)
 _SIGSYS = 31  # on every architecture that aionn has tables for
 E = TypeVar("E", bound=BaseException)
 A = TypeVar("A", bound="AionnError")

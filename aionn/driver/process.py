@@ -35,9 +35,9 @@ from aionn.driver.device import EngineDevice
 from aionn.driver.registry import entered, find, is_device
 from aionn.driver.service import CLEAN_UP_S, DeviceService
 from aionn.driver.threads import bound_arenas
-from aionn.errors import AionnError, DeviceUnavailableError
+from aionn.errors import NO_DESCRIPTOR_LEFT, AionnError, DeviceUnavailableError
 from aionn.hal.interfaces import IDevice
-from aionn.memory.limits import NO_DESCRIPTOR_LEFT, allocation_error
+from aionn.memory.limits import allocation_error
 from aionn.pages.layout import PAGE_BYTES
 from aionn.pages.page import DriverPage, until_beat_s
 from aionn.remote.control import STACKS_SIGNAL, Refused, encode, failure_of

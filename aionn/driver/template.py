@@ -144,13 +144,15 @@ def _wait_for_orders(orders: socket.socket, first: list[str]) -> list[str]:
                 return arguments
             for fd in given:
                 os.close(fd)
-            device = arguments[0]
-            made[device] += not why
-            if why or made[device] != 2 or not _may_import(device):
-                orders.send(why.encode() or MADE)
+            if why:
+                orders.send(why.encode())
+                continue
+            made[arguments[0]] += 1
+            if made[arguments[0]] != 2 or not _may_import(arguments[0]):
+                orders.send(MADE)
                 continue
             orders.send(LEARNS)
-            why = _import_needed(device)
+            why = _import_needed(arguments[0])
             orders.send(why.encode() or READY)
             if why:
                 os._exit(0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import resource
 import sys
@@ -10,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
 
-from aionn.errors import MemoryAllocationError
+from aionn.errors import NO_DESCRIPTOR_LEFT, MemoryAllocationError
 
 GROUP = "aionn.engines"
 
@@ -24,9 +23,6 @@ BUILT_IN = {
 
 READERS = {"tflite": "litert"}
 """The engine of this package for each format that the others do not read. It is not asked for models of any other format."""
-
-
-_NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
 
 
 @contextmanager
@@ -44,7 +40,7 @@ def with_descriptors(what: str) -> Iterator[None]:
         os.close(os.eventfd(0, os.EFD_CLOEXEC))
         yield
     except OSError as error:
-        if error.errno not in _NO_DESCRIPTOR:
+        if error.errno not in NO_DESCRIPTOR_LEFT:
             raise
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         # The way out is the one for memory that needs a descriptor: the call is right, and works again when one is free.
@@ -116,7 +112,7 @@ def _text(path: str) -> str:
         with open(path, encoding="utf-8", errors="replace") as file:
             return file.read()
     except OSError as error:
-        if error.errno in _NO_DESCRIPTOR:
+        if error.errno in NO_DESCRIPTOR_LEFT:
             raise
         return ""
 

@@ -6,7 +6,6 @@ Every function blocks, so a caller in an event loop uses a thread.
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 import stat
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, NoReturn, Protocol
 
 import msgspec
 
-from aionn.errors import CallerError
+from aionn.errors import NO_DESCRIPTOR_LEFT, CallerError
 from aionn.file_ranges import FileRange, Identity, copy_ranges, digest_of, digest_ranges
 
 if TYPE_CHECKING:
@@ -247,7 +246,7 @@ def open_model(source: str | os.PathLike[str], where: str = "", fd: int = -1) ->
         raise CallerError(f"{where}: there is no such file; give the path of an ONNX file (.onnx)") from error
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or error
-        shortage = getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE)
+        shortage = isinstance(error, OSError) and error.errno in NO_DESCRIPTOR_LEFT
         way_out = "close files or raise the limit (ulimit -n)" if shortage else "give a readable ONNX file"
         raise CallerError(f"{where}: it cannot be read ({why}); {way_out}") from error
     if not file.size:

@@ -22,7 +22,6 @@ limits of the process itself are read at each call.
 
 from __future__ import annotations
 
-import errno
 import functools
 import resource
 import threading
@@ -34,9 +33,7 @@ from time import monotonic_ns
 import msgspec
 
 from aionn import cgroups
-from aionn.errors import MemoryAllocationError
-
-NO_DESCRIPTOR_LEFT = (errno.EMFILE, errno.ENFILE)
+from aionn.errors import NO_DESCRIPTOR_LEFT, MemoryAllocationError
 
 REMEMBERED_S = 0.1
 """How long a reading serves. Other processes of the container reserve memory, too."""

@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from math import prod
 from typing import TYPE_CHECKING, Any, Protocol
 
-from aionn.errors import CallerError
+from aionn.errors import NO_DESCRIPTOR_LEFT, CallerError
 from aionn.hal.types import MemoryDescription, MemoryKind, Operand
 from aionn.loopless import ClosedByWith
 from aionn.memory import limits
@@ -159,7 +159,7 @@ class Memory(ClosedByWith):
         try:
             own = fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, 0)
         except (OSError, OverflowError, ValueError) as error:
-            if isinstance(error, OSError) and error.errno in limits.NO_DESCRIPTOR_LEFT:
+            if isinstance(error, OSError) and error.errno in NO_DESCRIPTOR_LEFT:
                 raise limits.allocation_error(size, error) from error
             raise CallerError(f"descriptor {number} is not open; give the descriptor of an open file") from error
         writable = bool(prot & PROT_WRITE)

@@ -44,6 +44,7 @@ from blake3 import blake3
 
 from aionn.caching.manifest import MAX_MANIFEST_BYTES, Manifest, StoredFile, decode_manifest, file_names
 from aionn.caching.outcomes import MissReason, Refusal, refusal_of_os_error
+from aionn.errors import NO_DESCRIPTOR_LEFT
 from aionn.hal.interfaces import CacheHandles
 from aionn.hal.types import CacheFiles
 
@@ -119,7 +120,7 @@ def refusal_to_store(path: str) -> Refusal | None:
 
 def is_shortage(error: OSError) -> bool:
     """Return whether this process or the machine has too many open files. Such a failure to read an entry says nothing about the entry."""
-    return error.errno in (errno.EMFILE, errno.ENFILE)
+    return error.errno in NO_DESCRIPTOR_LEFT
 
 
 def check_owner(status: os.stat_result, what: str) -> None:

@@ -10,10 +10,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from aionn.errors import CallerError, ExecutionError, refuse_coroutine
+from aionn.errors import NO_DESCRIPTOR_LEFT, CallerError, ExecutionError, refuse_coroutine
 from aionn.hal.types import Dependency, ErrorStatus, Result
 from aionn.memory.hardware_buffer import HardwareBuffer
-from aionn.memory.limits import NO_DESCRIPTOR_LEFT, allocation_error
+from aionn.memory.limits import allocation_error
 from aionn.memory.memory import Memory
 from aionn.remote.device import RemoteBuffer
 from aionn.remote.fences import check_pollable
