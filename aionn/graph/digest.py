@@ -48,6 +48,8 @@ if TYPE_CHECKING:  # else a digest would import NumPy
 Place = tuple[str | None, int, int]
 """A range of bytes: a file's location beside the model, or None for the model's own file; offset and length."""
 
+NOTHING: Mapping[Place, bytes] = MappingProxyType({})
+
 _TOKEN_CONTEXT = "aionn 3 model token"
 
 _REMEMBERED = 32
@@ -91,7 +93,7 @@ def digest_model(content: Content, beside: Beside, found: Survey | None = None, 
 
     Args:
         found: what `surveyed` has returned for `content`, if that is known.
-        known: digests of spans, which are not read again.
+        known: digests of ranges, which are not read again.
 
     Raises:
         CallerError: the bytes cannot be a model, or a file cannot be read to its end.
@@ -134,7 +136,7 @@ def _digest_outside(beside: Beside, found: Survey, digests: dict[Place, bytes]) 
         places.append(place)
         wanted.setdefault(location, (holder, {}))[1][place] = None
     for holder, ranges in wanted.values():
-        ordered = list(ranges)
+        ordered = [place for place in ranges if place not in digests]
         digests.update(zip(ordered, holder.digests([(offset, offset + length) for _, offset, length in ordered]), strict=True))
     return places
 
@@ -151,10 +153,10 @@ _known: Memo[tuple[Identity, tuple[Path, ...]], _Known] = Memo(_REMEMBERED)
 _known_lock = threading.Lock()
 
 
-def digest_file(file: OpenFile, beside: Beside, found: Survey | None = None) -> Digested:
+def digest_file(file: OpenFile, beside: Beside, found: Survey | None = None, known: Mapping[Place, bytes] = NOTHING) -> Digested:
     """Digest a model's file and what lies beside it, or return what is remembered of the same files.
 
-    Digests are remembered in this process, for as long as every file's identity stays the same.
+    Digests are remembered in this process, for as long as every file's identity stays the same. `known`: as `digest_model` has it.
 
     Raises:
         CallerError: the bytes cannot be a model, or a file has changed since it was opened, or cannot be read.
@@ -162,25 +164,29 @@ def digest_file(file: OpenFile, beside: Beside, found: Survey | None = None) -> 
     key = (file.identity, beside.directories)
     if check_files(file, beside):
         with _known_lock:
-            known = _known.get(key)
-        if known is not None and _same_files(known, beside):
-            return known.digested
+            remembered = _known.get(key)
+        if remembered is not None and _same_files(remembered, beside):
+            return remembered.digested
     began_ns = time.time_ns()
-    digested = digest_model(file, beside, found)
+    digested = digest_model(file, beside, found, known.items())
     if check_files(file, beside):
         _remember(key, _Known(digested, {location: other.identity for location, other in beside.files.items()}), began_ns)
     return digested
 
 
 def files_beside(path: str | os.PathLike[str]) -> Mapping[str, OpenFile]:
-    """Open the files in which tensors of the model at `path` lie. A tensor that cannot be had is left out, as a digest leaves it out.
+    """Open the files in which tensors of the model at `path` lie.
 
     Raises:
         CallerError: the file cannot be a model, or cannot be read.
     """
     file, directories = open_model(path)
-    beside = Beside(file.where, directories, {})
-    for tensor in surveyed(file).outside:
+    return open_outside(surveyed(file), Beside(file.where, directories, {}))
+
+
+def open_outside(found: Survey, beside: Beside) -> Mapping[str, OpenFile]:
+    """Open the files in which tensors of a model lie. A tensor that cannot be had is left out, as a digest leaves it out."""
+    for tensor in found.outside:
         with suppress(CallerError):
             beside.place(tensor.entries, tensor.dims, tensor.data_type, "a tensor")
     return beside.files

@@ -131,7 +131,8 @@ def read_content(
         except UnicodeDecodeError as error:  # protobuf looks at a string only when it is used
             raise CallerError(f"{content.where}: this is not an ONNX model: it has a name that is not UTF-8 ({error.reason})") from error
     if not lazy:
-        digested = digest_model(content, beside, found, read.copied.items())
+        own = ((place, digest) for place, digest in read.copied.items() if place[0] is None)  # a file beside may have changed since
+        digested = digest_model(content, beside, found, own)
     if digested is not None and not read.is_of(digested):
         raise changed(content.where)
     return replace(read, digested=digested)

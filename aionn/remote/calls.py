@@ -454,6 +454,19 @@ class OpenModel(HalCall[Opened], frozen=True):
     beside: tuple[tuple[str, Fd], ...] = ()
 
 
+class DigestModel(HalCall[tuple[tuple[str | None, int, int, bytes], ...]], frozen=True):
+    """Ask for BLAKE3 of each range of a model's files. The service reads them once for all apps.
+
+    The answer has for each range the name of its file as in `beside`, or None for the model's own, its offset, its length and its digest.
+
+    Attributes:
+        file, beside: as `OpenModel` has them.
+    """
+
+    file: Fd
+    beside: tuple[tuple[str, Fd], ...] = ()
+
+
 # --- the driver asks the app -------------------------------------------------------------------------------------------
 
 

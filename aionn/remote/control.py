@@ -43,7 +43,7 @@ from aionn.remote.calls import ControlMessage, Fd, HalCall
 
 A = TypeVar("A")
 
-PROTOCOL = 16
+PROTOCOL = 17
 """Grows with every change of a message. Two ends with different numbers refuse each other at once."""
 
 STACKS_SIGNAL = int(signal.SIGRTMIN) + 7

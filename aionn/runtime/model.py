@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from aionn.errors import CallerError, ExecutionError, refuse_coroutine
 from aionn.file_ranges import until
-from aionn.graph.digest import Digested, check_files, digest_file
+from aionn.graph.digest import NOTHING, Digested, Place, check_files, digest_file, open_outside, surveyed
 from aionn.graph.files import Beside, Home, OpenFile, changed, open_model
 from aionn.graph.opaque import opaque_model
 from aionn.hal import model as hal_model
@@ -40,6 +40,7 @@ from aionn.tasks import in_thread
 if TYPE_CHECKING:
     from aionn.graph.digest import ModelFile
     from aionn.graph.reading import ReadGraph
+    from aionn.graph.wire import Survey
 
 T = TypeVar("T")
 
@@ -240,8 +241,15 @@ def model_of_files(file: OpenFile, beside: Beside, kind: type[Model] = Model) ->
 class Source(Protocol):
     """What a model's token and graph are made of when they are needed. Its methods block, and may be called in several threads at once."""
 
-    def digest(self, model: Any) -> None:
-        """Give the model its token. Compare the token with the present contents if it has one."""
+    def to_read(self) -> Mapping[str, OpenFile]:
+        """Return the files that a first `digest` has to read, by location, the model's own under "". Nothing if that takes no time."""
+
+    def digest(self, model: Any, known: Mapping[Place, bytes] = NOTHING) -> None:
+        """Give the model its token. Compare the token with the present contents if it has one.
+
+        Args:
+            known: digests of ranges of the files, as another process has read them after they were opened here.
+        """
 
     def read(self, model: Any) -> None:
         """Give the model its graph. Check that the contents are still the same if it has one."""
@@ -283,6 +291,18 @@ def digests_of(model: hal_model.PooledModel) -> Mapping[str, bytes] | None:
     return model._digests if isinstance(model, Model) else None
 
 
+async def digests_in(model: Model) -> Mapping[Place, bytes]:
+    """Digest a loaded model, and return the digest of each range of its files.
+
+    Raises:
+        CallerError: as `Model.digest`.
+    """
+    await model.digest()
+    source = model._source
+    assert isinstance(source, _Files)
+    return source.digests
+
+
 async def content_of(model: hal_model.PooledModel) -> tuple[ModelFile, ...] | None:
     """Return the files of an ONNX model, not read yet. A machine that loads them has a model with the same token.
 
@@ -309,24 +329,38 @@ async def _in_thread(work: Callable[[], T]) -> T:
         left.set()
 
 
+_MANY_BYTES = 8 << 20
+"""To digest fewer takes a few milliseconds."""
+
+
 class _Files:
     """The files of a loaded model, and what has been read of them (`Source`)."""
 
     def __init__(self, file: OpenFile, beside: Beside) -> None:
         self._file, self._beside = file, beside
+        self._found: Survey | None = None
         self._digested: Digested | None = None
         self._read: ReadGraph | None = None
         # Two locks, so that an app which asks for `inputs` does not wait for the digest of the weights.
         self._digesting, self._reading, self._joining = threading.Lock(), threading.Lock(), threading.Lock()
 
-    def digest(self, model: Model) -> None:
+    def to_read(self) -> Mapping[str, OpenFile]:
+        """See `Source.to_read`."""
+        with self._digesting:
+            if self._digested is not None:
+                return {}
+            self._found = self._found or surveyed(self._file)
+            files = {"": self._file, **open_outside(self._found, self._beside)}
+            return files if sum(file.size for file in files.values()) > _MANY_BYTES else {}
+
+    def digest(self, model: Model, known: Mapping[Place, bytes] = NOTHING) -> None:
         """See `Source.digest`."""
         with self._digesting:
             before = self._digested
             if before is not None and check_files(self._file, self._beside):
                 return
             read = self._read
-            now = digest_file(self._file, self._beside, None if read is None else read.survey)
+            now = digest_file(self._file, self._beside, self._found if read is None else read.survey, known)
             if before is not None and now.token != before.token:
                 raise changed(self._file.where)
             for file in (self._file, *self._beside.files.values()):
@@ -361,6 +395,11 @@ class _Files:
                 )
             self._join(model, None, read)
             _set(model, graph=whole.graph, operations=whole.operations, constants=whole.constants, pools=whole.pools)
+
+    @property
+    def digests(self) -> Mapping[Place, bytes]:
+        """The digest of each range, once there was a `digest`."""
+        return NOTHING if self._digested is None else self._digested.digests
 
     def compiled(self, model: Model, contents: bytes) -> None:
         """See `Source.compiled`."""

@@ -4,6 +4,8 @@ Such a client passes open descriptors of a model's file and of those beside it: 
 by its number on its disk, its size and its times, so a second client of an unchanged file waits for nothing. The service reads the graph,
 and the driver the weights. Compilations are kept in one folder of the user.
 
+An app with an event loop prepares its models itself, and gets digests of large files from here.
+
 Invariants
     One preparation of a file at a time, however many clients ask for it.
     The service keeps `MOST_MODELS` compilations, and gives the least recently used one up for another. A driver frees the model when no
@@ -26,12 +28,13 @@ import msgspec
 
 from aionn.errors import CallerError, DriverDiedError, QuotaError
 from aionn.hal.types import ErrorStatus
-from aionn.remote.calls import OpenModel
+from aionn.remote.calls import DigestModel, OpenModel
 from aionn.remote.device import RemotePreparedModel
 from aionn.runtime.runtime import TO_COMPILE, import_needed
 from aionn.tasks import run_in_thread
 
 if TYPE_CHECKING:  # imported for the first client without a loop, since an idle service should take little memory
+    from aionn.file_ranges import Identity
     from aionn.runtime.compilation import CompilationParts
     from aionn.runtime.model import Model
     from aionn.runtime.open_runtime import OpenRuntime
@@ -75,7 +78,7 @@ class KeptModels:
         self._turns: WeakValueDictionary[int, asyncio.Semaphore] = WeakValueDictionary()  # by app, while it waits
         self._locks: WeakValueDictionary[tuple[Any, ...], asyncio.Lock] = WeakValueDictionary()  # while a caller has it
 
-    async def prepared(self, opened: OpenRuntime, asked: OpenModel, file: int, app: int) -> RemotePreparedModel:
+    async def prepared(self, opened: OpenRuntime, asked: OpenModel, app: int) -> RemotePreparedModel:
         """Return the model of an open file for an app, prepared in a driver of `opened`. The caller keeps owning the descriptor.
 
         Raises:
@@ -83,37 +86,20 @@ class KeptModels:
             QuotaError: the file is larger than all that an app may have prepared.
             AionnError: as `Runtime.compile`.
         """
-        files = {"": file, **dict(asked.beside)}
-        if len(asked.beside) > MOST_BESIDE:
-            raise CallerError(
-                f"the model has {len(asked.beside)} files beside it, but the service takes {MOST_BESIDE}; save it in fewer files"
-            )
-        found = [_checked_file(fd) for fd in files.values()]
-        size_bytes = sum(status.st_size for status in found)
-        if size_bytes > MOST_BYTES_OF_AN_APP:
-            raise QuotaError(
-                f"the model's files have {size_bytes} bytes, but the service prepares {MOST_BYTES_OF_AN_APP} bytes for one app; compile "
-                "it in a Runtime(service='off')",
-                status=ErrorStatus.RESOURCE_EXHAUSTED_PERSISTENT,
-                what="weights bytes",
-                limit=MOST_BYTES_OF_AN_APP,
-                used=0,
-            )
+        files, which = _checked_files(asked)
         how = _checked(asked.options)
         import_needed(TO_COMPILE)
-        from aionn.file_ranges import Identity
         from aionn.runtime.asked import Asked
         from aionn.runtime.compilation import parts_of
 
-        which = tuple((name, Identity.of(status)) for name, status in zip(files, found, strict=True))
         key = (opened, which, asked.devices, tuple(sorted(how.items())))
         if (kept := self._kept.get(key)) is None:
-            turns = self._turns.setdefault(app, asyncio.Semaphore(MOST_AT_ONCE))
-            async with turns, self._locks.setdefault(key, asyncio.Lock()):
+            async with self._turn(app), self._locks.setdefault(key, asyncio.Lock()):
                 if (kept := self._kept.get(key)) is None:
                     model = await run_in_thread(_loaded, files, asked.name)
                     devices, folder, name = asked.devices or None, self._folder, asked.name or None
                     request = Asked(model=model, devices=devices, cache_dir=folder, idle_s=IDLE_S, name=name, required=False, **how)
+                    size_bytes = sum(identity.size for _, identity in which)
                     kept = _KeptModel(parts_of(await request.compile(opened)), app, size_bytes)
                     self._kept[key] = kept
                     self._make_room(app)
@@ -127,6 +113,23 @@ class KeptModels:
             raise DriverDiedError(prepared.device.name, None)
         return prepared
 
+    async def digests(self, asked: DigestModel, app: int) -> tuple[tuple[str | None, int, int, bytes], ...]:
+        """Return the digest of each range of a model's files for an app. They are remembered while the files stay as they are.
+
+        Raises:
+            CallerError: a descriptor is not of a file that can be read, or the model's file cannot be a model.
+            QuotaError: the files are larger than all that an app may have prepared.
+        """
+        files, which = _checked_files(asked)
+        from aionn.runtime.model import digests_in
+
+        async with self._turn(app), self._locks.setdefault(which, asyncio.Lock()):
+            model = await run_in_thread(_loaded, files, "")
+            return tuple((*place, digest) for place, digest in (await digests_in(model)).items())
+
+    def _turn(self, app: int) -> asyncio.Semaphore:
+        return self._turns.setdefault(app, asyncio.Semaphore(MOST_AT_ONCE))
+
     def _make_room(self, app: int) -> None:
         """Give up what that app has used least recently, and then what any app has."""
         own = [key for key, kept in self._kept.items() if kept.app == app]
@@ -134,6 +137,32 @@ class KeptModels:
             del self._kept[own.pop(0)]
         if len(self._kept) > MOST_MODELS:
             self._kept.popitem(last=False)
+
+
+def _checked_files(asked: OpenModel | DigestModel) -> tuple[dict[str, int], tuple[tuple[str, Identity], ...]]:
+    """Return the descriptors that a call has passed, by location, the model's own under "", and by what each file is known.
+
+    Raises:
+        CallerError: one gives no right to read a file, or there are too many.
+        QuotaError: the files are larger than all that an app may have prepared.
+    """
+    from aionn.file_ranges import Identity
+
+    if len(asked.beside) > MOST_BESIDE:
+        raise CallerError(f"the model has {len(asked.beside)} files beside it, but the service takes {MOST_BESIDE}; save it in fewer files")
+    files: dict[str, int] = {"": asked.file, **dict(asked.beside)}
+    found = tuple((name, Identity.of(_checked_file(fd))) for name, fd in files.items())
+    size_bytes = sum(identity.size for _, identity in found)
+    if size_bytes > MOST_BYTES_OF_AN_APP:
+        raise QuotaError(
+            f"the model's files have {size_bytes} bytes, but the service prepares {MOST_BYTES_OF_AN_APP} bytes for one app; compile it in "
+            "a Runtime(service='off')",
+            status=ErrorStatus.RESOURCE_EXHAUSTED_PERSISTENT,
+            what="weights bytes",
+            limit=MOST_BYTES_OF_AN_APP,
+            used=0,
+        )
+    return files, found
 
 
 def _checked_file(fd: int) -> os.stat_result:

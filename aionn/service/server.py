@@ -39,6 +39,7 @@ from aionn.remote.attaching import connect, peer_of, pidfd_of_peer
 from aionn.remote.calls import (
     ConnectDriver,
     ConnectedDriver,
+    DigestModel,
     Drain,
     DriverFacts,
     EndGuest,
@@ -293,6 +294,10 @@ class Service:
             case OpenModel():
                 with app.while_attached():  # else a driver would go on compiling
                     await self._open(app, call_id, body, descriptors)
+            case DigestModel():
+                descriptors.check_arrived()
+                with app.while_attached():
+                    app.connection.reply(call_id, await self._models.digests(body, app.number))
             case ReadService():
                 app.connection.reply(call_id, await self._facts())
             case Evict(key=key):
@@ -328,7 +333,7 @@ class Service:
     async def _open(self, app: App, call_id: int, body: OpenModel, descriptors: Descriptors) -> None:
         descriptors.check_arrived()
         async with self._drivers.using(ConnectDriver("", False, "auto", 0, {})) as opened:
-            prepared = await self._models.prepared(opened, body, body.file, app.number)
+            prepared = await self._models.prepared(opened, body, app.number)
             self._socket()
             remote = prepared.device
             self._watch(remote)

@@ -29,7 +29,20 @@ from aionn.pages.finding import find_page
 from aionn.pages.layout import HEARTBEAT, PAGE_BYTES
 from aionn.pages.record_reader import RecordReader
 from aionn.remote import connection
-from aionn.remote.calls import Drain, EndGuest, Evict, Fd, FreeBuffer, Guests, ListShared, OpenModel, Quarantine, ReadService, TakeOver
+from aionn.remote.calls import (
+    DigestModel,
+    Drain,
+    EndGuest,
+    Evict,
+    Fd,
+    FreeBuffer,
+    Guests,
+    ListShared,
+    OpenModel,
+    Quarantine,
+    ReadService,
+    TakeOver,
+)
 from aionn.remote.connection import ControlSocket, PeerLimits
 from aionn.remote.control import GUEST_BODY_BYTES, Attach, CallMessage, Cancel, Failed, Refused, Reply, decode, encode
 from aionn.service import models, server
@@ -208,7 +221,8 @@ def test_what_is_no_readable_file_is_no_model(served: Served, folder: Path, kind
         if kind == "sparse":
             os.truncate(file, 0)
             os.truncate(file, 1 << 40)
-        assert sentence(app.call(OpenModel(Fd(opened), "", ("reference",))))
+        for asked in (OpenModel(Fd(opened), "", ("reference",)), DigestModel(Fd(opened))):
+            assert sentence(app.call(asked))
         for fd in (opened, *pipe):
             os.close(fd)
         assert app.call(DEFAULTS).pid in [driver["pid"] for driver in served.facts()["drivers"]]

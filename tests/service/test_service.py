@@ -5,29 +5,33 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import shutil
 import signal
 import socket
 import struct
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import anyio
 import numpy as np
+import onnx
 import pytest
 
 import aionn
 import aionn.blocking
-from aionn.remote.calls import ListShared
+from aionn import file_ranges
+from aionn.graph.files import OpenFile
+from aionn.remote.calls import DigestModel, Fd, ListShared
 from aionn.remote.control import PROTOCOL, ServiceReady, encode
 from aionn.remote.device import RemoteDevice
 from aionn.runtime import open_runtime
 from aionn.runtime.processes import devices, handed, process
 from aionn.runtime.processes.process import DriverProcess
-from aionn.service import drivers, server
+from aionn.service import drivers, models, server
 from aionn.service.listening import listen
 from aionn.testing import identity_model
 from tests.apps import run_app
@@ -82,6 +86,91 @@ async def test_a_model_is_compiled_once_for_all_apps(served: Served, tmp_path: P
 
     kinds = [found.kind.value for _ in range(2) if (found := await outcome()) is not None]
     assert kinds == ["miss", "hit"]
+
+
+class Weights:
+    """A model with 9 MB of weights, in its file or beside it, and how many bytes of files this process has digested."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, beside: bool) -> None:
+        self.path, self._folder, self.digested = folder / "large.onnx", folder, 0
+        values = np.random.default_rng(0).random((1500, 1500), np.float32)
+        weights = onnx.numpy_helper.from_array(values, "w")
+        x, y = (onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, (1, 1500)) for name in "xy")
+        graph = onnx.helper.make_graph([onnx.helper.make_node("MatMul", ["x", "w"], ["y"])], "g", [x], [y], [weights])
+        model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 17)], ir_version=8)
+        onnx.save_model(model, self.path, save_as_external_data=beside, location="weights", size_threshold=0)
+        self.expected = values.sum(axis=0)[None]
+        digests = OpenFile.digests
+
+        def counting(file: OpenFile, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+            self.digested += sum(end - start for start, end in ranges)
+            return digests(file, ranges)
+
+        monkeypatch.setattr(OpenFile, "digests", counting)
+
+    def copy(self, folder: Path) -> Path:
+        shutil.copytree(self._folder, folder)
+        return folder / self.path.name
+
+
+@pytest.mark.parametrize("beside", [False, True])
+async def test_the_service_digests_a_large_model_for_its_apps(
+    served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, beside: bool
+) -> None:
+    (tmp_path / "model").mkdir()
+    weights = Weights(tmp_path / "model", monkeypatch, beside)
+    inputs = {"x": np.ones((1, 1500), np.float32)}
+    async with aionn.Runtime(service=served.path, start=()) as runtime:
+        model = await runtime.load(weights.path)
+        compilation = await runtime.compile(model, devices=REFERENCE, cache_dir=tmp_path / "cache")
+        np.testing.assert_allclose((await compilation.compute(inputs))["y"], weights.expected, rtol=1e-4)
+        assert weights.digested == 0
+    token = await (await aionn.Model.load(weights.copy(tmp_path / "copy"))).digest()
+    assert weights.digested > 9_000_000  # now this process has digested by itself
+    assert model.token == token
+
+
+async def test_a_model_that_the_service_does_not_digest_is_digested_by_the_app(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, "aionn.runtime")
+    weights = Weights(tmp_path, monkeypatch, beside=False)
+    monkeypatch.setattr(models, "MOST_BYTES_OF_AN_APP", 5)
+    path = str(folder / "service.sock")
+    service = Looking(listen(path))
+    async with anyio.create_task_group() as group:
+        group.start_soon(service.serve)
+        async with aionn.Runtime(service=path, start=()) as runtime:
+            compilation = await runtime.compile(await runtime.load(weights.path), devices=REFERENCE, cache_dir=tmp_path / "cache")
+            outputs = await compilation.compute({"x": np.ones((1, 1500), np.float32)})
+            np.testing.assert_allclose(outputs["y"], weights.expected, rtol=1e-4)
+        service.end()
+    assert weights.digested > 9_000_000
+    assert "because the service did not: the model's files have" in caplog.text
+
+
+async def test_an_unchanged_model_is_digested_once_for_all_apps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "model").mkdir()
+    weights = Weights(tmp_path / "model", monkeypatch, beside=False)
+    monkeypatch.setattr(file_ranges, "_RACY_NS", -(10**18))  # the file was written a moment ago
+    kept = models.KeptModels()
+
+    async def asked(path: Path, app: int) -> object:
+        with path.open("rb") as file:
+            return await kept.digests(DigestModel(Fd(file.fileno())), app)
+
+    async with anyio.create_task_group() as group:
+        for app in range(8):
+            group.start_soon(asked, weights.path, app)
+    once = weights.digested
+    assert 9_000_000 < once < 18_000_000
+    before = await asked(weights.path, 9)
+    assert weights.digested == once
+    content = bytearray(weights.path.read_bytes())
+    content[-1000] ^= 1
+    weights.path.write_bytes(content)
+    assert await asked(weights.path, 9) != before
+    assert weights.digested == 2 * once
 
 
 async def test_each_app_sees_a_drivers_death_and_shares_the_next_one(served: Served) -> None:

@@ -36,6 +36,8 @@ from aionn import trace
 from aionn.caching import CacheOutcome
 from aionn.engines.processor import run_threads
 from aionn.errors import AionnError, CallerError, CompilationError, DeviceUnavailableError
+from aionn.graph.digest import NOTHING, Place
+from aionn.graph.files import OpenFile
 from aionn.graph.steps import Step, check_steps, step_token
 from aionn.hal import model as hal_model
 from aionn.hal.interfaces import PrepareOptions
@@ -410,7 +412,12 @@ class Parts:
         self._made: tuple[hal_model.PooledModel, ...] = ()
         self._lock = threading.Lock()
 
-    def digest(self, model: StepModel) -> None:
+    def to_read(self) -> Mapping[str, OpenFile]:
+        """See `Source.to_read`."""
+        source = models.source_of(self.whole)
+        return {} if source is None else source.to_read()
+
+    def digest(self, model: StepModel, known: Mapping[Place, bytes] = NOTHING) -> None:
         """Digest the whole model, and make the token of the step. See `Source.digest`.
 
         Raises:
@@ -419,7 +426,7 @@ class Parts:
         """
         source = models.source_of(self.whole)
         if source is not None:
-            source.digest(self.whole)
+            source.digest(self.whole, known)
         token = self.whole.token
         if model.digest not in (b"", token):
             raise OtherModelError("the plan that the cache keeps under this token is that of another model; a token is unique to one model")

@@ -14,16 +14,21 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 from aionn.errors import AionnError, DeadlineError, DeviceUnavailableError, ServiceDiedError
 from aionn.loopless import is_readable, leave_in_child, running_loop
 from aionn.remote.attaching import called_by_service, connect, refusal_in
-from aionn.remote.calls import ConnectDriver, ConnectedDriver
+from aionn.remote.calls import ConnectDriver, ConnectedDriver, DigestModel, Fd
 from aionn.remote.connection import Connection, Descriptors
 from aionn.remote.control import Ready, Refused, ServiceReady
 from aionn.runtime.processes.child import Child
 from aionn.runtime.processes.spawning import WHEN_IDLE, Settings, needs_as_text
+
+if TYPE_CHECKING:
+    from aionn.graph.digest import Place
+    from aionn.graph.files import OpenFile
 
 logger = logging.getLogger("aionn.service")
 
@@ -211,6 +216,22 @@ class ServiceLink:
             return Handed(driver, descriptors)
         finally:
             descriptors.close()
+
+    async def digests(self, files: Mapping[str, OpenFile]) -> dict[Place, bytes]:
+        """Return the digest of each range of a model's files. The service reads them once for all apps.
+
+        Args:
+            files: by location, the model's own under "".
+
+        Raises:
+            AionnError: the service cannot read them, or has ended.
+        """
+        connection = await self.attach()
+        beside = tuple((location, Fd(file.fileno())) for location, file in files.items() if location)
+        body = DigestModel(Fd(files[""].fileno()), beside)
+        found, descriptors = await connection.call(body, deadline_ns=time.monotonic_ns() + int(ANSWER_S * 1e9))
+        descriptors.close()
+        return {(location, offset, length): digest for location, offset, length, digest in found}
 
     def end(self) -> None:
         """End the connection with the service. The connections to its drivers are their processes'."""
