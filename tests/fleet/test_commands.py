@@ -19,6 +19,7 @@ import aionn
 from aionn.caching import CacheOutcomeKind
 from aionn.cli import main
 from aionn.fleet import BuilderKey, StoreBackend, encode_public_key, use_backend
+from tests.apps import run_app
 from tests.fleet.fake_s3 import FakeS3
 from tests.fleet.outputs import digest_of_outputs
 from tests.real_models import carried
@@ -39,7 +40,7 @@ class Machine:
     def run(self, *arguments: object, code: int = 0) -> tuple[str, str]:
         """What a command said on stdout and stderr."""
         command = [sys.executable, "-m", "aionn", *map(os.fspath, map(str, arguments))]
-        done = subprocess.run(command, cwd=self.directory, env=self.environment, capture_output=True, text=True, timeout=100)
+        done = run_app(command, cwd=self.directory, env=self.environment, capture_output=True, text=True, timeout=100)
         assert done.returncode == code, (done.stdout, done.stderr)
         assert "Traceback" not in done.stdout + done.stderr
         return done.stdout, done.stderr
@@ -204,7 +205,7 @@ def test_an_image_that_is_read_only_starts_with_a_hit(where: str, builder: Machi
         shutil.rmtree(node.state)
     command = [sys.executable, "-m", "tests.fleet.image_app", *map(os.fspath, (carried("silero"), store, node.cache, node.state))]
     for _ in range(2):  # nothing is kept, and the second start is as the first
-        ran = subprocess.run(command, env=node.environment, capture_output=True, text=True, timeout=100)
+        ran = run_app(command, env=node.environment, capture_output=True, text=True, timeout=100)
         assert ran.returncode == 0, ran.stderr
         said = json.loads(ran.stdout)
         assert (said["kind"], said["detail"]) == ("hit", "compiled by builder 'ci'")
