@@ -97,7 +97,7 @@ async def keep_sweeping(store: ArtifactStore, seen: Seen) -> None:
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
-@pytest.mark.parametrize("seconds", [5.0, pytest.param(600.0, marks=[pytest.mark.soak, pytest.mark.timeout(900)])])
+@pytest.mark.parametrize("seconds", [2.0, pytest.param(600.0, marks=[pytest.mark.soak, pytest.mark.timeout(900)])])
 @pytest.mark.parametrize("kind", ["folder", "bucket"])
 async def test_a_sweep_takes_nothing_that_is_in_use(
     kind: str, seconds: float, s3: FakeS3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
