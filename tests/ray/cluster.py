@@ -35,8 +35,8 @@ ENVIRONMENT = {
 }
 
 PATIENT = pytest.mark.soak
-"""For tests that spend most of their time in timers and starts of Ray: together more than two minutes of a worker. What aionn does in them is
-tested without a cluster, too (`test_holder_in_process`, `test_multiplexed_in_process`, `test_farm_alone`)."""
+"""For tests that spend most of their time in timers and starts of Ray: together more than two minutes. What aionn does in them is tested
+without a cluster, too (`test_holder_in_process`, `test_multiplexed_in_process`, `test_farm_alone`)."""
 
 FARM_DEVICES = ("onnxruntime", "aionn.testing.fake_engine:FakeEngine")
 LOCK = "ray-lock"

@@ -184,7 +184,8 @@ function drawPlot(now) {
       if (x(answer.at) >= left) pen.fillRect(x(answer.at) - 1, y(answer.age) - 1, own ? 2 : 3, own ? 2 : 3);
     }
   }
-  for (const mark of marks) {
+  // Deaths last, because the next driver can be ready within the width of a line.
+  for (const mark of marks.toSorted((one, other) => (one.kind === "death") - (other.kind === "death"))) {
     if (x(mark.at) < left) continue;
     pen.fillStyle = colours[mark.kind];
     pen.fillRect(Math.round(x(mark.at)), 0, 2, height);
