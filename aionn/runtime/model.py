@@ -291,18 +291,6 @@ def digests_of(model: hal_model.PooledModel) -> Mapping[str, bytes] | None:
     return model._digests if isinstance(model, Model) else None
 
 
-async def digests_in(model: Model) -> Mapping[Place, bytes]:
-    """Digest a loaded model, and return the digest of each range of its files.
-
-    Raises:
-        CallerError: as `Model.digest`.
-    """
-    await model.digest()
-    source = model._source
-    assert isinstance(source, _Files)
-    return source.digests
-
-
 async def content_of(model: hal_model.PooledModel) -> tuple[ModelFile, ...] | None:
     """Return the files of an ONNX model, not read yet. A machine that loads them has a model with the same token.
 
@@ -395,11 +383,6 @@ class _Files:
                 )
             self._join(model, None, read)
             _set(model, graph=whole.graph, operations=whole.operations, constants=whole.constants, pools=whole.pools)
-
-    @property
-    def digests(self) -> Mapping[Place, bytes]:
-        """The digest of each range, once there was a `digest`."""
-        return NOTHING if self._digested is None else self._digested.digests
 
     def compiled(self, model: Model, contents: bytes) -> None:
         """See `Source.compiled`."""

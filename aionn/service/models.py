@@ -35,6 +35,7 @@ from aionn.tasks import run_in_thread
 
 if TYPE_CHECKING:  # imported for the first client without a loop, since an idle service should take little memory
     from aionn.file_ranges import Identity
+    from aionn.graph.files import Beside, OpenFile
     from aionn.runtime.compilation import CompilationParts
     from aionn.runtime.model import Model
     from aionn.runtime.open_runtime import OpenRuntime
@@ -121,11 +122,8 @@ class KeptModels:
             QuotaError: the files are larger than all that an app may have prepared.
         """
         files, which = _checked_files(asked)
-        from aionn.runtime.model import digests_in
-
         async with self._turn(app), self._locks.setdefault(which, asyncio.Lock()):
-            model = await run_in_thread(_loaded, files, "")
-            return tuple((*place, digest) for place, digest in (await digests_in(model)).items())
+            return await run_in_thread(_digests, files)
 
     def _turn(self, app: int) -> asyncio.Semaphore:
         return self._turns.setdefault(app, asyncio.Semaphore(MOST_AT_ONCE))
@@ -179,11 +177,23 @@ def _checked_file(fd: int) -> os.stat_result:
 
 
 def _loaded(files: Mapping[str, int], name: str) -> Model:
-    """Return the model in these open files. The service opens no other ones, since its rights are not those of the app."""
+    """Return the model in these open files."""
+    from aionn.runtime.model import model_of_files
+
+    return model_of_files(*_opened(files, name))
+
+
+def _digests(files: Mapping[str, int]) -> tuple[tuple[str | None, int, int, bytes], ...]:
+    from aionn.graph.digest import digest_file
+
+    return tuple((*place, digest) for place, digest in digest_file(*_opened(files, "")).digests.items())
+
+
+def _opened(files: Mapping[str, int], name: str) -> tuple[OpenFile, Beside]:
+    """Return a model's files. The service opens no other ones, since its rights are not those of the app."""
     from pathlib import Path
 
     from aionn.graph.files import Beside, OpenFile, open_model
-    from aionn.runtime.model import model_of_files
 
     where = f"model {name!r}"
     # A confined service may open no other file, and no file of an app once more. A driver gets no right to write to one.
@@ -193,7 +203,7 @@ def _loaded(files: Mapping[str, int], name: str) -> Model:
     }
     opened, beside = open_model(*given.pop(""))[0], Beside(where, (), {})
     beside.files.update({location: OpenFile(*each) for location, each in given.items()})
-    return model_of_files(opened, beside)
+    return opened, beside
 
 
 def _checked(options: bytes) -> dict[str, Any]:

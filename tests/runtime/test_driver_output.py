@@ -36,6 +36,9 @@ from tests.runtime.printing_engine import BYTES, LAST_WORDS, NAME, Act, flood
 
 pytestmark = [pytest.mark.anyio, pytest.mark.both_loops, pytest.mark.usefixtures("surroundings")]
 
+ONE_LOOP = pytest.mark.parametrize("anyio_backend", [("asyncio", {"use_uvloop": True})])
+"""For tests in which a thread of the driver waits for `PATIENCE_S`, and no loop of the app does anything meanwhile."""
+
 
 def test_a_pipe_may_have_the_number_0_where_the_app_has_no_stdin() -> None:
     kept = os.dup(0)
@@ -133,6 +136,7 @@ async def test_nothing_of_a_flood_is_lost_while_the_loop_runs(model: aionn.Model
     assert lost or hash(err) == hash(lines)
 
 
+@ONE_LOOP
 async def test_a_loop_that_stands_still_does_not_hold_up_the_driver(model: aionn.Model, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
     async with leak_check(), aionn.Runtime() as runtime, anyio.create_task_group() as tasks:
         compilation = await runtime.compile(model, devices=(NAME,))
@@ -233,6 +237,7 @@ def stderr_is(fd: int) -> Iterator[None]:
         os.close(before)
 
 
+@ONE_LOOP
 async def test_a_full_stderr_holds_up_neither_the_loop_nor_for_long_the_driver(model: aionn.Model) -> None:
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
