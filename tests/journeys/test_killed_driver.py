@@ -151,7 +151,10 @@ async def test_a_driver_killed_while_it_starts_or_prepares_ends_the_compilation(
                     os.kill(pid, signal.SIGKILL)
             assert outcome in (["told"], ["compiled"])
             assert await ended(pid, 30)
-            compilation = await runtime.compile(silero, devices=("onnxruntime",))
+            try:
+                compilation = await runtime.compile(silero, devices=("onnxruntime",))
+            except DriverDiedError:  # the call came before the runtime had been told; the next one is a new use
+                compilation = await runtime.compile(silero, devices=("onnxruntime",))
             assert_same(await compilation.compute(inputs), expected)
             (alive,) = driver_pids()
             os.kill(alive, signal.SIGKILL)
