@@ -17,7 +17,6 @@ import onnxruntime
 import pytest
 
 from tests.leaks import leak_check, left_running
-from tests.ray.cluster import PATIENT
 from tests.real_models import carried
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -57,7 +56,7 @@ def directly(name: str) -> list[float]:
     return probabilities
 
 
-@PATIENT  # it starts a cluster
+@pytest.mark.soak  # it starts a cluster
 @pytest.mark.fleet
 @pytest.mark.timeout(240)
 def test_two_recordings_are_heard_by_replicas_and_nothing_is_left(folder: Path) -> None:

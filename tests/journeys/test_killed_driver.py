@@ -153,7 +153,7 @@ async def test_a_driver_killed_while_it_starts_or_prepares_ends_the_compilation(
             assert await ended(pid, 30)
             try:
                 compilation = await runtime.compile(silero, devices=("onnxruntime",))
-            except DriverDiedError:  # the call came before the runtime had been told; the next one is a new use
+            except DriverDiedError:  # the runtime had not heard of the death yet
                 compilation = await runtime.compile(silero, devices=("onnxruntime",))
             assert_same(await compilation.compute(inputs), expected)
             (alive,) = driver_pids()
@@ -172,7 +172,7 @@ async def test_a_compilation_outlives_its_driver(silero_path: Path, silero: aion
             assert await ended(pid, 30)
             try:
                 found = await compilation.compute(inputs)
-            except DriverDiedError:  # the call came before the runtime had been told; the next one is a new use
+            except DriverDiedError:  # the runtime had not heard of the death yet
                 found = await compilation.compute(inputs)
             assert_same(found, expected)
             async with compilation.burst() as burst:

@@ -19,7 +19,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import filelock
-import pytest
 
 OBJECT_STORE_BYTES = 80 * 1024 * 1024  # Ray refuses less than 75 MB
 CPUS = 16  # slots for tasks and replicas, not processors
@@ -33,10 +32,6 @@ ENVIRONMENT = {
     "RAY_DEDUP_LOGS": "0",
     "RAY_prestart_worker_first_driver": "0",  # a worker starts when a task needs one
 }
-
-PATIENT = pytest.mark.soak
-"""For tests that spend most of their time in timers and starts of Ray: together more than two minutes. What aionn does in them is tested
-without a cluster, too (`test_holder_in_process`, `test_multiplexed_in_process`, `test_farm_alone`)."""
 
 FARM_DEVICES = ("onnxruntime", "aionn.testing.fake_engine:FakeEngine")
 LOCK = "ray-lock"

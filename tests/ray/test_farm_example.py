@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 
 from tests.leaks import leak_check, left_running
-from tests.ray.cluster import ENVIRONMENT, PATIENT
+from tests.ray.cluster import ENVIRONMENT
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "ray_farm.py"
-pytestmark = [pytest.mark.fleet, PATIENT, pytest.mark.timeout(200)]  # it starts a cluster
+pytestmark = [pytest.mark.fleet, pytest.mark.soak, pytest.mark.timeout(200)]  # it starts a cluster
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ import pytest
 from aionn.fleet import BuilderKey
 from aionn.testing import FakeDevice
 from tests.fleet.builders import trust
-from tests.ray.cluster import ENVIRONMENT, FARM_KEY, PATIENT, shared_cluster
+from tests.ray.cluster import ENVIRONMENT, FARM_KEY, shared_cluster
 
 pytestmark = [pytest.mark.anyio, pytest.mark.fleet, pytest.mark.timeout(200)]
 ROOT = Path(__file__).parents[2]
@@ -79,7 +79,7 @@ class App:
         return answer
 
 
-@PATIENT
+@pytest.mark.soak
 async def test_the_stream_never_notices_a_farm_that_is_stopped(
     own_cluster: str, tmp_path: Path, fake: FakeDevice, best: FakeDevice
 ) -> None:

@@ -25,7 +25,6 @@ from aionn.testing import FakeDevice, identity_model
 from aionn.testing.fake_engine import VARIABLE, SecondFakeEngine
 from tests.leaks import ended
 from tests.ray.applications import MARK, Application
-from tests.ray.cluster import PATIENT
 from tests.real_models import carried
 from tests.scaled_model import scaled_model
 
@@ -187,7 +186,7 @@ def identity(device: str | None = None, stages: tuple[str, ...] | None = None, *
 SOAK = [pytest.mark.soak, pytest.mark.timeout(900)]
 
 
-@pytest.mark.parametrize("kills", [pytest.param(1, marks=PATIENT), pytest.param(10, marks=SOAK)])
+@pytest.mark.parametrize("kills", [pytest.param(kills, marks=SOAK) for kills in (1, 10)])
 async def test_the_death_of_a_replica_costs_the_calls_in_flight_and_leaves_no_driver(app: App, kills: int) -> None:
     callers = 4
     handle = await app.run(voices(app.folder), app.holder(), num_replicas=2)
@@ -260,7 +259,7 @@ async def test_a_call_whose_driver_dies_is_made_again_and_errors_arrive_as_thems
         assert failed.value.status
 
 
-@PATIENT
+@pytest.mark.soak
 async def test_a_driver_lives_as_long_as_its_replica(app: App) -> None:
     """A driver ends with the thread that has started it. Serve runs constructor and calls in one thread."""
     handle = await app.run(voices(app.folder), app.holder())
@@ -276,7 +275,7 @@ async def test_a_driver_lives_as_long_as_its_replica(app: App) -> None:
 # --- hangs -------------------------------------------------------------------------------------------------------------
 
 
-@PATIENT
+@pytest.mark.soak
 async def test_a_hung_driver_is_killed_and_the_replica_stays(app: App) -> None:
     with fakes(1) as (fake,):
         handle = await app.run(identity(fake.name), app.holder((fake,), runtime={"hang_s": 1.0}))
@@ -290,7 +289,7 @@ async def test_a_hung_driver_is_killed_and_the_replica_stays(app: App) -> None:
         assert (await handle.who.remote())["pid"] == before["pid"]
 
 
-@PATIENT
+@pytest.mark.soak
 async def test_a_replica_whose_driver_stays_hung_is_replaced(app: App) -> None:
     with fakes(1) as (fake,):
         holder = app.holder((fake,), runtime={"hang_s": None}, hang_after_s=2.0)
@@ -318,7 +317,7 @@ async def test_a_replica_whose_driver_stays_hung_is_replaced(app: App) -> None:
 # --- slow starts -------------------------------------------------------------------------------------------------------
 
 
-@PATIENT
+@pytest.mark.soak
 async def test_a_slow_compile_is_not_restarted(app: App) -> None:
     """It takes longer than all health checks that Serve would allow."""
     with fakes(1) as (fake,):
@@ -331,7 +330,7 @@ async def test_a_slow_compile_is_not_restarted(app: App) -> None:
             pytest.fail("the model was compiled twice")
 
 
-@PATIENT
+@pytest.mark.soak
 async def test_with_stages_a_replica_is_ready_before_the_better_one_is_compiled(app: App) -> None:
     with fakes(2) as (quick, better):
         better.hang("compile")
@@ -438,7 +437,7 @@ async def test_versions_change_under_open_streams(app: App) -> None:
     assert set(await replicas(handle, 2)) == pids
 
 
-@PATIENT
+@pytest.mark.soak
 async def test_a_broken_version_is_in_the_status_and_the_version_before_serves(app: App) -> None:
     from ray import serve
 

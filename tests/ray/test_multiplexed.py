@@ -16,7 +16,6 @@ import pytest
 import aionn
 import aionn.ray
 from tests.ray.applications import MARK, Application
-from tests.ray.cluster import PATIENT
 from tests.ray.multiplexing import factor_of, written_models
 
 pytestmark = [
@@ -80,7 +79,7 @@ async def random_calls(handle: Any, models: int, count: int, seed: int) -> None:
             callers.start_soon(caller)
 
 
-@pytest.mark.parametrize(("models", "most", "count"), [pytest.param(6, 2, 60, marks=PATIENT), pytest.param(20, 4, 2000, marks=SOAK)])
+@pytest.mark.parametrize(("models", "most", "count"), [pytest.param(*each, marks=SOAK) for each in ((6, 2, 60), (20, 4, 2000))])
 async def test_random_calls_get_their_models_and_few_are_compiled_at_once(shop: Shop, models: int, most: int, count: int) -> None:
     handle = await shop.run(models, most)
     warm = count // 10

@@ -111,7 +111,7 @@ async def test_an_entry_that_is_not_used_has_one_warning_with_the_way_out(
 ) -> None:
     async with aionn.Runtime() as runtime:
         await runtime.compile(model, devices=(fake.name,), cache_dir=tmp_path)
-        assert not caplog.records  # an empty cache is no fault
+        assert not caplog.records  # an empty cache gives no warning
         (stored,) = (path for path in (tmp_path / "entries").rglob("model*") if path.is_file())
         if way == "an entry is cut":
             os.truncate(stored, 1)

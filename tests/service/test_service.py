@@ -133,7 +133,7 @@ async def test_the_service_digests_a_large_model_for_its_apps(
 async def test_a_model_that_the_service_does_not_digest_is_digested_by_the_app(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.DEBUG, "aionn.runtime")
+    caplog.set_level(logging.DEBUG, "aionn.service")
     weights = Weights(tmp_path, monkeypatch, beside=False)
     monkeypatch.setattr(models, "MOST_BYTES_OF_AN_APP", 5)
     path = str(folder / "service.sock")

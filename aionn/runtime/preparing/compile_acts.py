@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
 
@@ -40,7 +40,7 @@ from aionn.caching.store import CacheStore, Declined, Hit, Miss, Publisher
 from aionn.caching.token import device_token
 from aionn.errors import AionnError, CallerError, CompilationError, DeadlineError, DriverDiedError, DriverHungError
 from aionn.file_ranges import until
-from aionn.graph.digest import NOTHING, Place
+from aionn.graph.digest import NOTHING
 from aionn.hal.interfaces import CacheHandles, PrepareOptions
 from aionn.hal.model import OPAQUE, Operation, PooledModel, known_token
 from aionn.hal.types import MAX_CACHE_FILES, NO_LANES
@@ -435,22 +435,10 @@ async def digested(devices: Devices, model: PooledModel) -> bytes:
     source = source_of(model)
     if source is not None:
         devices.check_open()
-        known = NOTHING if devices.service is None else await _digests_of_service(devices, source)
+        known = NOTHING if devices.service is None else await devices.service.digests(await devices.disk.ask(source.to_read))
         # The thread goes on if its caller leaves, for the next one. It ends when the runtime closes.
         await devices.disk.ask(until, lambda: devices.closed, partial(source.digest, model, known))
     return model.token
-
-
-async def _digests_of_service(devices: Devices, source: Source) -> Mapping[Place, bytes]:
-    """Return digests of the model's files that the service has read, for this app or another one."""
-    files = await devices.disk.ask(source.to_read)
-    if not files or devices.service is None:
-        return NOTHING
-    try:
-        return await devices.service.digests(files)
-    except AionnError as error:
-        logger.debug("this app digests a model by itself, because the service did not: %s", error)
-        return NOTHING
 
 
 async def read(devices: Devices, model: PooledModel, device: str = "", *, digest: bool = False) -> None:

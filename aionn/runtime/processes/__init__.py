@@ -2,7 +2,7 @@
 
 devices   `Device` and `Devices`: which devices a runtime has, and the driver process of each
 process   `DriverProcess`: one driver process and the connection to it, and how long to wait before one that keeps dying is started again
-handed    drivers of a service, to which an app is handed connections
+handed    drivers of a service, to which an app is handed connections, and what the service digests of models
 child     a child process, signalled and waited for through its pidfd, and what it prints, on its way to the app's stderr
 spawning  `posix_spawn` of a driver, also before the app imports what it needs; the arguments of `Runtime` about it
 environment  of a driver: what it may know of the app's
