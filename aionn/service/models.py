@@ -186,7 +186,12 @@ def _loaded(files: Mapping[str, int], name: str) -> Model:
 def _digests(files: Mapping[str, int]) -> tuple[tuple[str | None, int, int, bytes], ...]:
     from aionn.graph.digest import digest_file
 
-    return tuple((*place, digest) for place, digest in digest_file(*_opened(files, "")).digests.items())
+    file, beside = _opened(files, "")
+    try:
+        return tuple((*place, digest) for place, digest in digest_file(file, beside).digests.items())
+    finally:
+        for each in (file, *beside.files.values()):
+            each.close()  # the traceback of an error would keep it open until the next collection of garbage
 
 
 def _opened(files: Mapping[str, int], name: str) -> tuple[OpenFile, Beside]:

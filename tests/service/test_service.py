@@ -173,6 +173,15 @@ async def test_an_unchanged_model_is_digested_once_for_all_apps(tmp_path: Path, 
     assert weights.digested == 2 * once
 
 
+async def test_a_digest_that_fails_leaves_no_file_open(tmp_path: Path) -> None:
+    (tmp_path / "broken.onnx").write_bytes(b"\x0a\xff")
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(aionn.CallerError, match="not an ONNX model") as failed, (tmp_path / "broken.onnx").open("rb") as file:
+        await models.KeptModels().digests(DigestModel(Fd(file.fileno())), 1)
+    assert failed.tb is not None  # it holds what was open
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
 async def test_each_app_sees_a_drivers_death_and_shares_the_next_one(served: Served) -> None:
     async with (
         aionn.Runtime(service=served.path, start=()) as first,
