@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.bench import versus, versus_pages
-from tests.bench.starts_processes import WorkerError
+from tests.bench.starts_processes import WorkerError, descendants
 from tests.bench.versus import TASKS, Figures, Task, run
 from tests.bench.versus_pages import FIGURES, PAGES, PICTURES, ROWS, filled, following, interval, lost_part, outside, picture, size
 from tests.leaks import left_running
@@ -111,12 +112,23 @@ def test_a_way_runs_and_goes_on_after_a_death(way: str, tmp_path: Path, monkeypa
 
 
 def test_another_answer_than_that_of_the_other_ways_ends_all_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The process of this way does not end with its app."""
+    """The process of this way does not end with its app. Its semaphores are files that would outlive it."""
+    semaphores: set[str] = set()
+
+    def noted(pid: int) -> list[int]:
+        pids = descendants(pid)
+        for each in (pid, *pids):
+            semaphores.update(re.findall(r"/dev/shm/sem\.\S+", Path(f"/proc/{each}/maps").read_text()))
+        return pids
+
+    monkeypatch.setattr(versus, "descendants", noted)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     figures = Figures(1, checksums={"one": 1.0})
     with pytest.raises(WorkerError, match=r"one, process pool: the sum of the outputs is 0\.003"):
         run(figures, TASKS[0], "process pool", None, str(tmp_path))
     assert left_running("XDG_STATE_HOME", str(tmp_path)) == []
+    assert semaphores
+    assert not [file for file in semaphores if Path(file).exists()]
 
 
 def test_every_way_takes_part_in_the_first_task() -> None:

@@ -112,13 +112,17 @@ class Figures:
 
 @contextmanager
 def ending_all(worker: Worker) -> Iterator[None]:
-    """After an error, end what the worker has started. Not every way ends by itself with its app."""
+    """After an error, end what the worker has started. Not every way ends by itself with its app.
+
+    Only the tracker of `multiprocessing` does: when all others have ended, it removes their semaphores, and ends.
+    """
     try:
         yield
     except BaseException:
         for pid in descendants(worker.pid):
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+            with suppress(OSError):  # it has ended
+                if b"resource_tracker" not in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    os.kill(pid, signal.SIGKILL)
         raise
 
 
