@@ -151,12 +151,12 @@ def open_database(
 ) -> sqlite3.Connection:
     """Open or create a database and run `prepare` on it in one transaction. Begin anew if its file is damaged.
 
-    Any thread may use the connection, one at a time. In WAL mode, readers and a writer of several processes do not block each other. The
-    transaction of a killed writer never happened.
+    Any thread may use the connection, one at a time. The transaction of a killed writer never happened.
 
     Args:
         prepare: makes the tables that are not there, and asks each table for every column that it must have.
-        synced: False for contents that can be made again. Closing then waits for no disk, and a power cut may damage the file.
+        synced: whether the file outlives a power cut, and readers and a writer of several processes do not block each other (WAL mode,
+            which maps a file: who cuts that one short ends this process). False for contents that can be made again, in an app's process.
         anew: the file is known to be damaged; remove it. A process that has it open goes on with a file that no other process sees.
 
     Raises:
@@ -165,14 +165,14 @@ def open_database(
     begun_anew = anew
     if anew:
         _remove_database(path)
-    give_up_at = time.monotonic() + BUSY_TIMEOUT_S
     while True:
         _refuse_unsafe(path)
         connection: sqlite3.Connection | None = None
         try:
             connection = _connected(path)
             connection.execute(_UNTRUSTED)
-            connection.execute("PRAGMA journal_mode=WAL")
+            with suppress(sqlite3.OperationalError):  # another process switches it now, or has it open in an older aionn's mode
+                connection.execute(f"PRAGMA journal_mode={'WAL' if synced else 'DELETE'}")
             # A record that a power cut loses or damages is a miss. So no write here needs an fsync.
             connection.execute(f"PRAGMA synchronous={'NORMAL' if synced else 'OFF'}")
             connection.execute("BEGIN IMMEDIATE")
@@ -181,16 +181,10 @@ def open_database(
         except (sqlite3.Error, UnicodeDecodeError) as error:  # UnicodeDecodeError: SQLite's message quotes a damaged schema
             if connection is not None:
                 connection.close()
-            # Switching to WAL ignores the busy timeout. Of several processes that start together, all except one come here.
-            if isinstance(error, sqlite3.Error) and _primary_code(error) in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
-                if time.monotonic() > give_up_at:
-                    raise
-                time.sleep(0.005)
-            elif begun_anew or not is_damage(error):
+            if begun_anew or not is_damage(error):
                 raise
-            else:
-                begun_anew = True
-                _remove_database(path)
+            begun_anew = True
+            _remove_database(path)
         except BaseException:
             if connection is not None:
                 connection.close()
@@ -199,16 +193,16 @@ def open_database(
             return connection
 
 
-def read_database(path: Path) -> sqlite3.Connection:
-    """Open a database that cannot be written to, as its last user left it.
+def read_database(path: Path, *, synced: bool = True) -> sqlite3.Connection:
+    """Open a database that cannot be written to, as its last user left it. `synced` is as for `open_database`.
 
     Raises:
         OSError, sqlite3.Error: it is not there, or cannot be read. The database is closed then.
     """
     _refuse_unsafe(path)
     path.stat()
-    # Without a log SQLite would make one. `immutable` says that no process writes.
-    immutable = "" if Path(f"{path}-wal").exists() else "&immutable=1"
+    # In WAL mode, without a log SQLite would make one. `immutable` says that no process writes.
+    immutable = "&immutable=1" if synced and not Path(f"{path}-wal").exists() else ""
     connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro{immutable}", uri=True, isolation_level=None, check_same_thread=False)
     try:
         connection.execute(_UNTRUSTED)
@@ -220,7 +214,7 @@ def read_database(path: Path) -> sqlite3.Connection:
 
 
 def _remove_database(path: Path) -> None:
-    for suffix in ("", "-wal", "-shm"):
+    for suffix in ("-journal", "", "-wal", "-shm"):  # a journal that is left would be played into the next file
         Path(f"{path}{suffix}").unlink(missing_ok=True)
 
 

@@ -18,6 +18,7 @@ import pytest
 from aionn.caching import MissReason, Refusal
 from aionn.caching.integrity import IntegrityStore
 from aionn.caching.store import CacheStore, Hit, Miss
+from aionn.caching.store.index import IndexDatabase
 from aionn.hal.engine import Artifact
 from aionn.hal.interfaces import CacheHandles
 from aionn.hal.types import CacheFiles
@@ -39,6 +40,30 @@ def test_a_process_killed_before_any_act_leaves_the_old_entry_or_the_new(scenari
     done = run_app(command, capture_output=True, text=True, check=False, timeout=110)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) * step > 20
+
+
+# --- an index that is damaged in use ----------------------------------------------------------------------------------
+
+
+def test_an_index_whose_files_are_cut_short_in_use_does_not_end_the_app(tmp_path: Path) -> None:
+    done = run_app([sys.executable, "-m", "tests.caching.cut_index", str(tmp_path)], capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stderr
+    assert set(done.stdout.split()) == {"index.sqlite", "index.sqlite-journal"}, "no file was cut"
+
+
+def test_an_index_that_another_process_has_begun_anew_is_opened_again(tmp_path: Path) -> None:
+    path = tmp_path / "index.sqlite"
+    before = IndexDatabase(str(path))
+    path.unlink()
+    after = IndexDatabase(str(path))
+    try:
+        for number, index in enumerate((before, after)):
+            index.transact(lambda database, number=number: database.execute("INSERT INTO staging VALUES (?)", (bytes([number] * 32),)))  # type: ignore[misc]
+        for index in (before, after):
+            assert index.transact(lambda database: database.execute("SELECT COUNT(*) FROM staging").fetchone()) == (2,)
+    finally:
+        before.close()
+        after.close()
 
 
 # --- a full disk -----------------------------------------------------------------------------------------------------

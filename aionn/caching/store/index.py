@@ -15,7 +15,7 @@ index. Then a stage is measured again, use counts from zero, and a model is cut 
 are counted as "cache.index_rows_dropped", and the next scan of the manifests finds their entries again. An index that SQLite cannot read is
 begun anew.
 
-Blocking, thread-safe, shared by processes (SQLite, WAL).
+Blocking, thread-safe, shared by processes. SQLite maps none of its files, so that one which is cut short cannot end the app.
 """
 
 from __future__ import annotations
@@ -97,10 +97,11 @@ class IndexDatabase:
                 with transaction(self._database) as database:
                     _drop_bad_rows(database)
             except sqlite3.Error as error:
-                if not is_damage(error):
+                # DBMOVED: another process has removed the file. It has begun a new one, which is opened here.
+                if not is_damage(error) and error.sqlite_errorcode != sqlite3.SQLITE_READONLY_DBMOVED:
                     raise
                 self._database.close()
-                self._database = open_database(self._path, _prepare, anew=True, synced=False)
+                self._database = open_database(self._path, _prepare, anew=is_damage(error), synced=False)
                 trace.count("cache.index_begun_anew")
             with transaction(self._database) as database:
                 return act(database)

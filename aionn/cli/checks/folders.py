@@ -137,7 +137,7 @@ def _databases(check: str, path: Path, databases: list[Path], more: str = "") ->
 
 def _complaint(database: Path) -> str:
     try:
-        connection = read_database(database)
+        connection = read_database(database, synced=database.name != "index.sqlite")
         try:
             ((answer,), *_) = query(connection, "PRAGMA quick_check(1)")
         finally:
