@@ -31,6 +31,7 @@ StateFolder = str | os.PathLike[str] | RecordsFolder | None
 BUSY_TIMEOUT_S = 5.0  # another process holds the write lock for one small transaction; far more than it ever needs
 UNUSED_KEPT_S = 30 * 86400.0  # longer than the caches keep the entries of a version that is not used
 _KEY_BYTES = 32
+_BESIDE = ("-journal", "-wal", "-shm")
 _UNTRUSTED = "PRAGMA trusted_schema=OFF"
 """A model file that has taken a driver over may have written the database, which drivers and `aionn doctor` read."""
 
@@ -61,12 +62,12 @@ def private_state(directory: StateFolder) -> Path:
 
 
 def _refuse_unsafe(path: Path) -> None:
-    try:
-        status = path.lstat()
-    except FileNotFoundError:
-        return
-    if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
-        raise UnsafeStateError(f"{path} is not a regular file of this account")
+    """Check a file, and what SQLite would open beside it. Opening a FIFO would wait until another process opens its other end."""
+    for suffix in ("", *_BESIDE):
+        with suppress(FileNotFoundError):
+            status = os.lstat(f"{path}{suffix}")
+            if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
+                raise UnsafeStateError(f"{path}{suffix} is not a regular file of this account")
 
 
 def device_database(directory: Path, kind: str, device: str, version: str) -> Path:
@@ -162,35 +163,32 @@ def open_database(
     Raises:
         OSError, sqlite3.Error: it can be neither opened nor made.
     """
-    begun_anew = anew
     if anew:
         _remove_database(path)
+    mode = "wal" if synced else "delete"
     while True:
         _refuse_unsafe(path)
         connection: sqlite3.Connection | None = None
         try:
             connection = _connected(path)
             connection.execute(_UNTRUSTED)
-            with suppress(sqlite3.OperationalError):  # another process switches it now, or has it open in an older aionn's mode
-                connection.execute(f"PRAGMA journal_mode={'WAL' if synced else 'DELETE'}")
+            if query(connection, "PRAGMA journal_mode") != [(mode,)]:
+                with suppress(sqlite3.OperationalError):  # another process switches it now, or has it open in an older aionn's mode
+                    connection.execute(f"PRAGMA journal_mode={mode}")
             # A record that a power cut loses or damages is a miss. So no write here needs an fsync.
             connection.execute(f"PRAGMA synchronous={'NORMAL' if synced else 'OFF'}")
             connection.execute("BEGIN IMMEDIATE")
             prepare(connection)
             connection.execute("COMMIT")
-        except (sqlite3.Error, UnicodeDecodeError) as error:  # UnicodeDecodeError: SQLite's message quotes a damaged schema
-            if connection is not None:
-                connection.close()
-            if begun_anew or not is_damage(error):
-                raise
-            begun_anew = True
-            _remove_database(path)
-        except BaseException:
-            if connection is not None:
-                connection.close()
-            raise
-        else:
             return connection
+        except BaseException as error:
+            if connection is not None:
+                connection.close()
+            # UnicodeDecodeError: SQLite's message quotes a damaged schema.
+            if anew or not isinstance(error, sqlite3.Error | UnicodeDecodeError) or not is_damage(error):
+                raise
+        anew = True
+        _remove_database(path)
 
 
 def read_database(path: Path, *, synced: bool = True) -> sqlite3.Connection:
@@ -214,7 +212,7 @@ def read_database(path: Path, *, synced: bool = True) -> sqlite3.Connection:
 
 
 def _remove_database(path: Path) -> None:
-    for suffix in ("-journal", "", "-wal", "-shm"):  # a journal that is left would be played into the next file
+    for suffix in (*_BESIDE, ""):  # a journal that is left would be played into the next file
         Path(f"{path}{suffix}").unlink(missing_ok=True)
 
 

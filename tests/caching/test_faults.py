@@ -10,15 +10,19 @@ import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from aionn.caching import MissReason, Refusal
+from aionn.caching import MissReason, Refusal, state
 from aionn.caching.integrity import IntegrityStore
-from aionn.caching.store import CacheStore, Hit, Miss
-from aionn.caching.store.index import IndexDatabase
+from aionn.caching.private_folder import UnsafeStateError
+from aionn.caching.state import open_database, read_database
+from aionn.caching.store import CacheStore, Hit, Miss, housekeeping
+from aionn.caching.store.housekeeping import Housekeeping
+from aionn.caching.store.index import Index, IndexDatabase
 from aionn.hal.engine import Artifact
 from aionn.hal.interfaces import CacheHandles
 from aionn.hal.types import CacheFiles
@@ -64,6 +68,44 @@ def test_an_index_that_another_process_has_begun_anew_is_opened_again(tmp_path: 
     finally:
         before.close()
         after.close()
+
+
+@pytest.mark.parametrize("beside", ["", "-journal", "-wal", "-shm"])
+def test_a_fifo_in_place_of_a_file_of_sqlite_is_refused_and_not_waited_for(tmp_path: Path, beside: str) -> None:
+    path = tmp_path / "index.sqlite"
+    if beside:
+        IndexDatabase(str(path)).close()
+    os.mkfifo(f"{path}{beside}")
+    for synced in (True, False):
+        with pytest.raises(UnsafeStateError, match="is not a regular file"):
+            open_database(path, lambda database: None, synced=synced)
+    with pytest.raises(UnsafeStateError, match="is not a regular file"):
+        read_database(path)
+
+
+def test_an_index_that_another_process_keeps_locked_is_waited_for_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    opened: list[str] = []
+
+    def counted(path: str) -> Index:
+        opened.append(path)
+        return Index(path)
+
+    monkeypatch.setattr(state, "BUSY_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(housekeeping, "Index", counted)
+    house = Housekeeping(str(tmp_path), None, 0.0)
+    house.current()
+    index = str(tmp_path / "index.sqlite")
+    with closing(sqlite3.connect(index, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        opened.clear()
+        for _ in range(3):
+            assert house.with_index(lambda index: index.total_bytes) is None
+        assert opened == [index]
+        assert "database is locked" in caplog.text
+    house._index_locked_until_s -= housekeeping._LOCKED_S  # the time is over
+    assert house.with_index(lambda index: index.total_bytes) == 0
 
 
 # --- a full disk -----------------------------------------------------------------------------------------------------

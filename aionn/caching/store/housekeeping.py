@@ -13,6 +13,7 @@ import logging
 import os
 import sqlite3
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TypeVar
@@ -34,6 +35,9 @@ __all__ = ["BadEntry", "CacheUsage", "EntryInfo", "Housekeeping", "PruneReport",
 
 T = TypeVar("T")
 _log = logging.getLogger("aionn.caching")
+_LOCKED_S = 60.0
+"""For so long an index is left alone whose lock another process has kept while this one waited for it: that process may be stopped."""
+
 _USUAL = {MissReason.BUSY, MissReason.SUPERSEDED}  # another process was quicker: both have what they need
 
 
@@ -65,6 +69,7 @@ class Housekeeping:
         self._index_lock = threading.Lock()
         self._index: Index | None = None  # open while a thread uses it
         self._index_users = 0
+        self._index_locked_until_s = 0.0
         self._warned: set[MissReason] = set()
         self.usage = CacheUsage()
 
@@ -123,13 +128,14 @@ class Housekeeping:
         """Keep the index open for the block; it is None if it cannot be used. Threads that use it at the same time share it."""
         directory = self.directory
         with self._index_lock:
-            if self._index is None and directory is not None and directory.writable:
+            locked = time.monotonic() < self._index_locked_until_s
+            if self._index is None and directory is not None and directory.writable and not locked:
                 try:
                     self._index = Index(directory.index)
                 except (OSError, sqlite3.Error) as error:
-                    self.warn(Refusal(MissReason.IO_ERROR, f"the index of sizes cannot be used, nothing will be evicted: {error}"))
+                    self._cannot_use_index(error)
             self._index_users += 1
-            index = self._index
+            index = None if locked else self._index
         try:
             yield index
         finally:
@@ -147,8 +153,13 @@ class Housekeeping:
             try:
                 return act(index)
             except sqlite3.Error as error:
-                self.warn(Refusal(MissReason.IO_ERROR, f"index of sizes: {error}"))
+                self._cannot_use_index(error)
                 return None
+
+    def _cannot_use_index(self, error: Exception) -> None:
+        if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_BUSY:
+            self._index_locked_until_s = time.monotonic() + _LOCKED_S
+        self.warn(Refusal(MissReason.IO_ERROR, f"the index of sizes cannot be used, nothing will be evicted: {error}"))
 
     def _rebuild_index(self, directory: CacheDirectory) -> None:
         try:
