@@ -108,6 +108,19 @@ def test_an_index_that_another_process_keeps_locked_is_waited_for_once(
     assert house.with_index(lambda index: index.total_bytes) == 0
 
 
+def test_an_index_that_cannot_be_begun_anew_is_done_without(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    house = Housekeeping(str(tmp_path), None, 0.0)
+    house.current()
+    index = tmp_path / "index.sqlite"
+    with house.indexed():
+        os.truncate(index, 5000)
+        index.rename(tmp_path / "before")
+        index.mkdir()
+        for _ in range(2):  # the first one finds the damage, the second one a connection that is closed
+            assert house.with_index(lambda index: index.total_bytes) is None
+    assert "nothing will be evicted" in caplog.text
+
+
 # --- a full disk -----------------------------------------------------------------------------------------------------
 
 GROWING = ["open", "write", "pwrite", "fsync", "mkdir"]

@@ -124,6 +124,14 @@ async def test_what_is_larger_than_the_whole_budget_is_not_stored(directory: Pat
     assert os.listdir(directory / "entries") == [wanted(1).key.hex()]
 
 
+async def test_a_huge_file_with_a_hole_is_refused_and_not_read(directory: Path) -> None:
+    async with CacheStore(directory, max_bytes=20_000) as store, await miss(store, wanted()) as publisher:
+        os.ftruncate(publisher.handles.model[0], 8 << 40)  # to read it would take an hour
+        refusal = await publisher.publish()
+        assert refusal is not None
+        assert refusal.reason is MissReason.TOO_LARGE
+
+
 @pytest.mark.parametrize("too_many", [0, 1])
 async def test_an_entry_may_fill_the_whole_budget_and_not_a_byte_more(too_many: int, directory: Path) -> None:
     """Its manifest counts, too. An entry beyond the budget would evict all others, and the cache would still be too large."""

@@ -203,11 +203,11 @@ class Staged(msgspec.Struct, frozen=True):
 
 
 def stored_file(fd: int) -> StoredFile:
-    """Return length and digest of a file as it is now, whatever the descriptor's offset."""
+    """Return length and digest of a file as it is now, whatever the descriptor's offset. What is added meanwhile does not count."""
     hasher = blake3()
-    buffer = memoryview(bytearray(min(_CHUNK_BYTES, max(os.fstat(fd).st_size, 1))))
-    at = 0
-    while count := os.preadv(fd, [buffer], at):
+    length, at = os.fstat(fd).st_size, 0
+    buffer = memoryview(bytearray(min(_CHUNK_BYTES, length)))
+    while count := os.preadv(fd, [buffer[: length - at]], at):
         hasher.update(buffer[:count])
         at += count
     return StoredFile(at, hasher.digest())

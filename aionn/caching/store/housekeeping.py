@@ -152,7 +152,7 @@ class Housekeeping:
                 return None
             try:
                 return act(index)
-            except sqlite3.Error as error:
+            except (OSError, sqlite3.Error) as error:
                 self._cannot_use_index(error)
                 return None
 

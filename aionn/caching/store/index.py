@@ -87,7 +87,7 @@ class IndexDatabase:
         """Run `act` in one transaction and return its result. After damage, mend the file and run `act` once more.
 
         Raises:
-            sqlite3.Error: the file cannot be used.
+            OSError, sqlite3.Error: the file cannot be used.
         """
         with self._lock:
             try:
@@ -98,7 +98,7 @@ class IndexDatabase:
                     _drop_bad_rows(database)
             except sqlite3.Error as error:
                 # DBMOVED: another process has removed the file. It has begun a new one, which is opened here.
-                if not is_damage(error) and error.sqlite_errorcode != sqlite3.SQLITE_READONLY_DBMOVED:
+                if not is_damage(error) and getattr(error, "sqlite_errorcode", None) != sqlite3.SQLITE_READONLY_DBMOVED:
                     raise
                 self._database.close()
                 self._database = open_database(self._path, _prepare, anew=is_damage(error), synced=False)
