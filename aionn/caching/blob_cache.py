@@ -227,7 +227,6 @@ class _Table:
             "BEGIN UPDATE facts SET value = value + new.size WHERE name = 'total'; END",
             "CREATE TRIGGER IF NOT EXISTS less AFTER DELETE ON blobs "
             "BEGIN UPDATE facts SET value = value - old.size WHERE name = 'total'; END",
-            "SELECT used, key, value, digest, size FROM blobs LIMIT 1",
         ):
             database.execute(statement)
         stamp = f"{_FORMAT}:{self._version}"

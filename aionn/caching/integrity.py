@@ -149,9 +149,10 @@ class IntegrityStore:
 
     def _opened_for_reading(self) -> sqlite3.Connection:
         self._read_only = True
-        return read_database(self._path)
+        return read_database(self._path, self._prepare)
 
-    def _prepare(self, database: sqlite3.Connection) -> None:
+    @staticmethod
+    def _prepare(database: sqlite3.Connection) -> None:
         database.execute("CREATE TABLE IF NOT EXISTS tokens (token BLOB PRIMARY KEY, used INTEGER NOT NULL) WITHOUT ROWID")
         database.execute("CREATE INDEX IF NOT EXISTS by_use ON tokens (used)")
         database.execute(
@@ -159,8 +160,6 @@ class IntegrityStore:
             "UNIQUE (token, digests))"
         )
         prepare_table(database)
-        database.execute("SELECT token, used FROM tokens LIMIT 1")
-        database.execute("SELECT number, token, digests FROM records LIMIT 1")
 
     def close(self) -> None:
         """Close the database. Later saves and loads are refused."""
@@ -434,7 +433,6 @@ def prepare_table(database: sqlite3.Connection) -> None:
         "CREATE TABLE IF NOT EXISTS adopted (number INTEGER PRIMARY KEY AUTOINCREMENT, token BLOB NOT NULL, digests BLOB NOT NULL, "
         "key_id BLOB NOT NULL, UNIQUE (token, digests, key_id))"
     )
-    database.execute("SELECT number, token, digests, key_id FROM adopted LIMIT 1")
 
 
 def note_adopted(database: sqlite3.Connection, token: bytes, digests: bytes, key_id: bytes) -> None:

@@ -16,7 +16,8 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,8 @@ _KEY_BYTES = 32
 _BESIDE = ("-journal", "-wal", "-shm")
 _UNTRUSTED = "PRAGMA trusted_schema=OFF"
 """A model file that has taken a driver over may have written the database, which drivers and `aionn doctor` read."""
+
+_SCHEMA = "SELECT type, name, tbl_name, sql FROM sqlite_master"
 
 _DAMAGE = {
     sqlite3.SQLITE_ERROR,
@@ -155,7 +158,8 @@ def open_database(
     Any thread may use the connection, one at a time. The transaction of a killed writer never happened.
 
     Args:
-        prepare: makes the tables that are not there, and asks each table for every column that it must have.
+        prepare: makes the tables that are not there. A file with anything else (a view, a generated column) is damaged, and not asked:
+            SQL that a hostile writer put there need never end.
         synced: whether the file outlives a power cut, and readers and a writer of several processes do not block each other (WAL mode,
             which maps a file: who cuts that one short ends this process). False for contents that can be made again, in an app's process.
         anew: the file is known to be damaged; remove it. A process that has it open goes on with a file that no other process sees.
@@ -178,6 +182,7 @@ def open_database(
             # A record that a power cut loses or damages is a miss. So no write here needs an fsync.
             connection.execute(f"PRAGMA synchronous={'NORMAL' if synced else 'OFF'}")
             connection.execute("BEGIN IMMEDIATE")
+            _check_schema(connection, prepare)
             prepare(connection)
             connection.execute("COMMIT")
             return connection
@@ -191,8 +196,21 @@ def open_database(
         _remove_database(path)
 
 
-def read_database(path: Path, *, synced: bool = True) -> sqlite3.Connection:
-    """Open a database that cannot be written to, as its last user left it. `synced` is as for `open_database`.
+@lru_cache(8)
+def _schema_of(prepare: Callable[[sqlite3.Connection], None]) -> frozenset[tuple[str, ...]]:
+    with closing(sqlite3.connect(":memory:", isolation_level=None)) as database:
+        prepare(database)
+        return frozenset(query(database, _SCHEMA))
+
+
+def _check_schema(database: sqlite3.Connection, prepare: Callable[[sqlite3.Connection], None] | None) -> None:
+    found = query(database, _SCHEMA)
+    if prepare is not None and not _schema_of(prepare).issuperset(found):
+        raise sqlite3.DatabaseError("it has tables, views or triggers that are not aionn's")
+
+
+def read_database(path: Path, prepare: Callable[[sqlite3.Connection], None] | None = None, *, synced: bool = True) -> sqlite3.Connection:
+    """Open a database that cannot be written to, as its last user left it. The arguments are as for `open_database`.
 
     Raises:
         OSError, sqlite3.Error: it is not there, or cannot be read. The database is closed then.
@@ -204,7 +222,7 @@ def read_database(path: Path, *, synced: bool = True) -> sqlite3.Connection:
     connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro{immutable}", uri=True, isolation_level=None, check_same_thread=False)
     try:
         connection.execute(_UNTRUSTED)
-        query(connection, "SELECT name FROM sqlite_master")
+        _check_schema(connection, prepare)
     except BaseException:
         connection.close()
         raise
@@ -219,7 +237,7 @@ def _remove_database(path: Path) -> None:
 def is_damage(error: Exception) -> bool:
     """Return whether a database's contents are at fault, and not the disk, permissions or another process. Damage is begun anew.
 
-    A table without an expected column gives SQLITE_ERROR.
+    A table that is gone meanwhile gives SQLITE_ERROR.
     """
     if isinstance(error, sqlite3.ProgrammingError | sqlite3.InterfaceError):
         return False  # a fault of this code, not of the file

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
@@ -811,7 +812,12 @@ def test_a_damaged_database_is_begun_anew(tmp_path: Path, cache: Cache, start: S
         again.close()
 
 
+ENDLESS_VIEW = (
+    "CREATE VIEW records AS WITH RECURSIVE c(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM c) "
+    "SELECT i AS number, x'00' AS token, x'00' AS digests FROM c WHERE i < 0"
+)
 OTHER_SCHEMAS = (
+    ENDLESS_VIEW,
     "CREATE TABLE tokens (token BLOB PRIMARY KEY)",
     "CREATE TABLE records (number INTEGER PRIMARY KEY, token BLOB, content BLOB)",
     "CREATE VIEW records AS SELECT 1 AS number",
@@ -830,6 +836,18 @@ def test_a_database_of_another_schema_is_begun_anew(tmp_path: Path, cache: Cache
     assert store.unavailable is None
     assert store.save(cache.handles(), artifact()) is None
     same(store.load(cache.handles()), artifact())
+
+
+def test_a_view_that_a_hostile_driver_left_in_place_of_records_is_not_asked(tmp_path: Path, cache: Cache, start: Start) -> None:
+    writer = start()
+    assert writer.save(cache.handles(), artifact()) is None
+    writer.close()
+    (database,) = (tmp_path / "state").glob("integrity-*.sqlite")
+    with closing(sqlite3.connect(database)) as connection:
+        connection.execute("DROP TABLE records")
+        connection.execute(ENDLESS_VIEW)
+    refused(start(confined=False).load(cache.handles()), MissReason.IO_ERROR)
+    refused(start().load(cache.handles()), MissReason.NO_INTEGRITY_RECORD)
 
 
 def test_records_that_cannot_be_read_leave_no_database_open(start: Start, cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,12 +55,6 @@ _TABLES = (
     "INSERT OR IGNORE INTO facts VALUES ('total', 0), ('clock', 0.0), ('complete', 0)",
     "CREATE TRIGGER IF NOT EXISTS more AFTER INSERT ON entries BEGIN UPDATE facts SET value = value + new.size WHERE name = 'total'; END",
     "CREATE TRIGGER IF NOT EXISTS less AFTER DELETE ON entries BEGIN UPDATE facts SET value = value - old.size WHERE name = 'total'; END",
-    "SELECT key, family, model, version, size, worth, score, used_s FROM entries LIMIT 1",
-    "SELECT key FROM staging LIMIT 1",
-    "SELECT scope, base, body, measured_s FROM measurements LIMIT 1",
-    "SELECT model, from_s, executions FROM use LIMIT 1",
-    "SELECT scope, body, kept_s FROM plans LIMIT 1",
-    "SELECT name, value FROM facts LIMIT 1",
 )
 
 

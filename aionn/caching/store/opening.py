@@ -220,11 +220,11 @@ class Publisher(_Owned):
     def _publish_here(self, compile_ns: int, declined: str | None) -> Manifest | Refusal | None:
         """Publish in the calling thread. Returns the manifest if readers hold the entry. Blocking."""
         key, directory = self.wanted.key, self._directory
-        staged = () if declined is not None else self._staged.fds
-        size_bytes = sum(os.fstat(fd).st_size for fd in staged) + MANIFEST_BYTES  # before they are read: a file with holes may be huge
+        # Before they are read: a file with a hole may be huge.
+        size_bytes = MANIFEST_BYTES + sum(os.fstat(fd).st_size for fd in self._staged.fds if declined is None)
         if self._house.max_bytes is not None and size_bytes > self._house.max_bytes:
             return Refusal(MissReason.TOO_LARGE, f"{size_bytes} bytes, the whole cache may have {self._house.max_bytes}")
-        files = seal(directory, key, self._staged) if staged else ()
+        files = () if declined is not None else seal(directory, key, self._staged)
         if declined is None and not any(file.length for file in files):
             declined, files = "the device left the cache files empty", ()
         models = self.wanted.files.model

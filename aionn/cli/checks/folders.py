@@ -8,6 +8,7 @@ import sqlite3
 import stat
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from shlex import quote
 
@@ -137,11 +138,8 @@ def _databases(check: str, path: Path, databases: list[Path], more: str = "") ->
 
 def _complaint(database: Path) -> str:
     try:
-        connection = read_database(database, synced=database.name != "index.sqlite")
-        try:
+        with closing(read_database(database, synced=database.name != "index.sqlite")) as connection:
             ((answer,), *_) = query(connection, "PRAGMA quick_check(1)")
-        finally:
-            connection.close()
     except FileNotFoundError:
         return ""  # removed meanwhile
     except (OSError, sqlite3.Error) as error:
