@@ -74,7 +74,7 @@ def serve(options: ServeServiceOptions) -> None:
         listening, level = inherited(), checked_sandbox(None)
         path = "" if listening is not None else _path(options.socket)
         if options.replace and listening is None:
-            listening = uvloop.run(_taken_over(path))
+            listening = uvloop.run(_taken_over(path)) or listen(path, taken="it does not answer, so end its process first")
         listening = listening or listen(path)
         with _to_systemd() as systemd:
             # Before the loop is made, whose library would go on with what it has found.

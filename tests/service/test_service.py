@@ -560,8 +560,12 @@ async def test_a_service_that_stands_still_is_named(served: Served, monkeypatch:
         served.process.send_signal(signal.SIGSTOP)
         try:
             await right(kept.compute, 2)
-            with pytest.raises(aionn.ServiceDiedError, match=r"did not answer for 0\.5 s; take its place with `aionn serve --replace`"):
+            with pytest.raises(aionn.ServiceDiedError, match=r"did not answer for 0\.5 s; if it stands still, end its process"):
                 await runtime.compile(MODEL, devices=["onnxruntime"])
+            command = [sys.executable, "-m", "aionn", "serve", "--replace", "--socket", served.path]
+            done = await anyio.to_thread.run_sync(lambda: run_app(command, capture_output=True, text=True, timeout=60))
+            assert done.returncode == 1
+            assert "already; it does not answer, so end its process first" in done.stderr
         finally:
             served.process.send_signal(signal.SIGCONT)
 

@@ -208,9 +208,7 @@ class ServiceLink:
         try:
             driver, descriptors = await connection.call(body, deadline_ns=time.monotonic_ns() + int(ANSWER_S * 1e9))
         except DeadlineError:
-            why = (
-                f"the service at {self.path} did not answer for {ANSWER_S:g} s; take its place with `aionn serve --replace`, and ask again"
-            )
+            why = f"the service at {self.path} did not answer for {ANSWER_S:g} s; if it stands still, end its process and start it anew"
             raise ServiceDiedError(why) from None
         try:
             return Handed(driver, descriptors)
