@@ -229,7 +229,7 @@ def remove_folder(path: str) -> None:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
             if os.fstat(fd).st_uid == os.geteuid():
-                _empty(fd)
+                empty_folder(fd)
                 os.rmdir(path)
         finally:
             os.close(fd)
@@ -251,7 +251,7 @@ def clean_up() -> list[str]:
     for path in _listed():
         with free_folder(path) as fd, suppress(OSError):
             if fd >= 0:
-                _empty(fd)
+                empty_folder(fd)
                 os.rmdir(path)
                 gone.append(path)
     return gone
@@ -263,7 +263,7 @@ def _listed() -> Iterator[str]:
             yield from sorted(os.path.join(place, name) for name in os.listdir(place) if name.startswith(_PREFIX))
 
 
-def _empty(fd: int) -> None:
+def empty_folder(fd: int) -> None:
     """Remove what a folder holds. Folders within are moved up one by one, so that no depth exhausts the stack or the descriptors.
 
     Raises:

@@ -4,6 +4,7 @@ import os
 import shutil
 from pathlib import Path
 
+import anyio
 import pytest
 
 from aionn.caching import MissReason, Refusal
@@ -130,6 +131,25 @@ async def test_a_huge_file_with_a_hole_is_refused_and_not_read(directory: Path) 
         refusal = await publisher.publish()
         assert refusal is not None
         assert refusal.reason is MissReason.TOO_LARGE
+
+
+async def test_a_tree_of_any_depth_in_the_trash_is_removed(directory: Path) -> None:
+    async with CacheStore(directory) as store:
+        await stored(store, wanted(1))
+    (directory / "trash" / f"{wanted(2).key.hex()}.01234567").mkdir()
+    folder = os.open(directory / "trash" / f"{wanted(2).key.hex()}.01234567", os.O_RDONLY)
+    for _ in range(2_000):  # deeper than the stack of Python, and than a process may have descriptors
+        os.mkdir("deep", dir_fd=folder)
+        inner = os.open("deep", os.O_RDONLY, dir_fd=folder)
+        os.close(folder)
+        folder = inner
+    os.close(folder)
+    try:
+        async with CacheStore(directory) as store:
+            assert await there(store) == [1]
+        assert os.listdir(directory / "trash") == []
+    finally:
+        await anyio.run_process(["rm", "-rf", str(directory)])  # pytest could not remove it either
 
 
 @pytest.mark.parametrize("too_many", [0, 1])

@@ -44,6 +44,7 @@ from blake3 import blake3
 
 from aionn.caching.manifest import MAX_MANIFEST_BYTES, Manifest, StoredFile, decode_manifest, file_names
 from aionn.caching.outcomes import MissReason, Refusal, refusal_of_os_error
+from aionn.caching.private_folder import empty_folder
 from aionn.errors import NO_DESCRIPTOR_LEFT
 from aionn.hal.interfaces import CacheHandles
 from aionn.hal.types import CacheFiles
@@ -227,21 +228,15 @@ def is_hex(name: str, length: int) -> bool:
 
 def remove_tree(name: str, parent: int) -> None:
     """Remove a file, a symlink (itself), or a directory with all in it."""
-    try:
-        os.unlink(name, dir_fd=parent)
-    except FileNotFoundError:
-        return
-    except (IsADirectoryError, PermissionError):
+    with suppress(FileNotFoundError):  # another process removes the same
         try:
+            os.unlink(name, dir_fd=parent)
+        except (IsADirectoryError, PermissionError):
             fd = os.open(name, DIRECTORY_FLAGS, dir_fd=parent)
-        except FileNotFoundError:  # another process removes the same
-            return
-        try:
-            for inner in os.listdir(fd):
-                remove_tree(inner, fd)
-        finally:
-            os.close(fd)
-        with suppress(FileNotFoundError):
+            try:
+                empty_folder(fd)
+            finally:
+                os.close(fd)
             os.rmdir(name, dir_fd=parent)
 
 
