@@ -162,7 +162,8 @@ def open_database(
             SQL that a hostile writer put there need never end.
         synced: whether the file outlives a power cut, and readers and a writer of several processes do not block each other (WAL mode,
             which maps a file: who cuts that one short ends this process). False for contents that can be made again, in an app's process.
-        anew: the file is known to be damaged; remove it. A process that has it open goes on with a file that no other process sees.
+        anew: the file is known to be damaged; remove it. A process that has it open goes on with a file that no other process sees (WAL
+            mode), or is refused its next write (SQLITE_READONLY_DBMOVED).
 
     Raises:
         OSError, sqlite3.Error: it can be neither opened nor made.
