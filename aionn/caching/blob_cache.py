@@ -209,6 +209,20 @@ class BlobCache(ClosedByWith):
                 return None
 
 
+def make_tables(database: sqlite3.Connection) -> None:
+    """Make the tables and triggers that are not there."""
+    for statement in (
+        "CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value) WITHOUT ROWID",
+        # `used` is the rowid: the order of use, and the index over it, in one.
+        "CREATE TABLE IF NOT EXISTS blobs (used INTEGER PRIMARY KEY AUTOINCREMENT, key BLOB NOT NULL UNIQUE, value BLOB NOT NULL, "
+        "digest BLOB NOT NULL, size INTEGER NOT NULL)",
+        "INSERT OR IGNORE INTO facts VALUES ('total', 0)",
+        "CREATE TRIGGER IF NOT EXISTS more AFTER INSERT ON blobs BEGIN UPDATE facts SET value = value + new.size WHERE name = 'total'; END",
+        "CREATE TRIGGER IF NOT EXISTS less AFTER DELETE ON blobs BEGIN UPDATE facts SET value = value - old.size WHERE name = 'total'; END",
+    ):
+        database.execute(statement)
+
+
 class _Table:
     """The rows of a blob cache: what its calls do within a transaction."""
 
@@ -217,18 +231,7 @@ class _Table:
 
     def prepare(self, database: sqlite3.Connection) -> None:
         """Make the tables that are not there. Drop what another version wrote, and what no longer fits."""
-        for statement in (
-            "CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value) WITHOUT ROWID",
-            # `used` is the rowid: the order of use, and the index over it, in one.
-            "CREATE TABLE IF NOT EXISTS blobs (used INTEGER PRIMARY KEY AUTOINCREMENT, key BLOB NOT NULL UNIQUE, value BLOB NOT NULL, "
-            "digest BLOB NOT NULL, size INTEGER NOT NULL)",
-            "INSERT OR IGNORE INTO facts VALUES ('total', 0)",
-            "CREATE TRIGGER IF NOT EXISTS more AFTER INSERT ON blobs "
-            "BEGIN UPDATE facts SET value = value + new.size WHERE name = 'total'; END",
-            "CREATE TRIGGER IF NOT EXISTS less AFTER DELETE ON blobs "
-            "BEGIN UPDATE facts SET value = value - old.size WHERE name = 'total'; END",
-        ):
-            database.execute(statement)
+        make_tables(database)
         stamp = f"{_FORMAT}:{self._version}"
         row = database.execute("SELECT value FROM facts WHERE name = 'version'").fetchone()
         if row is None or row[0] != stamp:

@@ -141,7 +141,7 @@ class IntegrityStore:
 
     def _open(self) -> sqlite3.Connection:
         try:
-            return open_database(self._path, self._prepare)
+            return open_database(self._path, make_tables)
         except OSError as error:
             if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM) or not self._path.exists():
                 raise
@@ -149,17 +149,7 @@ class IntegrityStore:
 
     def _opened_for_reading(self) -> sqlite3.Connection:
         self._read_only = True
-        return read_database(self._path, self._prepare)
-
-    @staticmethod
-    def _prepare(database: sqlite3.Connection) -> None:
-        database.execute("CREATE TABLE IF NOT EXISTS tokens (token BLOB PRIMARY KEY, used INTEGER NOT NULL) WITHOUT ROWID")
-        database.execute("CREATE INDEX IF NOT EXISTS by_use ON tokens (used)")
-        database.execute(
-            "CREATE TABLE IF NOT EXISTS records (number INTEGER PRIMARY KEY AUTOINCREMENT, token BLOB NOT NULL, digests BLOB NOT NULL, "
-            "UNIQUE (token, digests))"
-        )
-        prepare_table(database)
+        return read_database(self._path, make_tables)
 
     def close(self) -> None:
         """Close the database. Later saves and loads are refused."""
@@ -183,7 +173,7 @@ class IntegrityStore:
             self._database = None
             self._used.clear()
             try:
-                self._database = open_database(self._path, self._prepare, anew=True)
+                self._database = open_database(self._path, make_tables, anew=True)
             except (OSError, sqlite3.Error) as again:
                 self.unavailable = Refusal(MissReason.IO_ERROR, f"integrity store of {self.device!r}: {again}")
 
@@ -427,12 +417,17 @@ _KEPT = 4
 """So many adopted artifacts are remembered per token."""
 
 
-def prepare_table(database: sqlite3.Connection) -> None:
-    """Make the table, unless it is there."""
-    database.execute(
+def make_tables(database: sqlite3.Connection) -> None:
+    """Make the tables that are not there."""
+    for statement in (
+        "CREATE TABLE IF NOT EXISTS tokens (token BLOB PRIMARY KEY, used INTEGER NOT NULL) WITHOUT ROWID",
+        "CREATE INDEX IF NOT EXISTS by_use ON tokens (used)",
+        "CREATE TABLE IF NOT EXISTS records (number INTEGER PRIMARY KEY AUTOINCREMENT, token BLOB NOT NULL, digests BLOB NOT NULL, "
+        "UNIQUE (token, digests))",
         "CREATE TABLE IF NOT EXISTS adopted (number INTEGER PRIMARY KEY AUTOINCREMENT, token BLOB NOT NULL, digests BLOB NOT NULL, "
-        "key_id BLOB NOT NULL, UNIQUE (token, digests, key_id))"
-    )
+        "key_id BLOB NOT NULL, UNIQUE (token, digests, key_id))",
+    ):
+        database.execute(statement)
 
 
 def note_adopted(database: sqlite3.Connection, token: bytes, digests: bytes, key_id: bytes) -> None:

@@ -10,6 +10,8 @@ import stat
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from contextlib import closing
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,9 @@ from typing import Any
 import anyio
 import pytest
 
+from aionn.caching import blob_cache, integrity
 from aionn.caching.private_folder import hold
+from aionn.caching.store import index
 from aionn.cli.checks import engines, folders, kernel, leavings, machine, processes
 from aionn.pages.finding import find_headers
 from aionn.pages.layout import RELEASE
@@ -195,8 +199,8 @@ async def test_a_built_in_engine_without_its_library_is_no_fault(monkeypatch: py
 
 def database(path: Path) -> Path:
     with sqlite3.connect(path) as made:
-        made.execute("CREATE TABLE t (x)")
-        made.executemany("INSERT INTO t VALUES (?)", [(str(number) * 50,) for number in range(2000)])
+        integrity.make_tables(made)
+        made.executemany("INSERT INTO tokens VALUES (?, 0)", [(str(number).encode() * 50,) for number in range(2000)])
     made.close()
     return path
 
@@ -216,6 +220,37 @@ def test_a_damaged_database_fails_until_it_is_removed_as_the_way_out_says(tmp_pa
     subprocess.run(["sh", "-c", row.way_out.rpartition("; to do so now, ")[2]], check=True)
     row = folders.state_directory(str(tmp_path))[0]
     assert row.found == f"{tmp_path}, 1 sound database"
+
+
+@pytest.mark.parametrize("name", ["a/integrity-a.sqlite", "a/blobs-a.sqlite", "index.sqlite"])
+def test_a_schema_that_a_driver_chose_is_refused_and_not_computed(tmp_path: Path, name: str) -> None:
+    """SQLite's check of this one row takes 10 ** 13 steps."""
+    (tmp_path / "a").mkdir()
+    with closing(sqlite3.connect(tmp_path / name, isolation_level=None)) as made:
+        made.execute("CREATE TABLE t (x TEXT)")
+        made.execute("INSERT INTO t VALUES ('b')")
+        made.execute("PRAGMA writable_schema=ON")
+        slow = "y AS (instr(hex(zeroblob(5000000 + length(x))), hex(zeroblob(2500000 + length(x))) || x)) NOT NULL"
+        made.execute("UPDATE sqlite_master SET sql=?", (f"CREATE TABLE t (x TEXT, {slow})",))
+    check = folders.cache_directory if name == "index.sqlite" else folders.state_directory
+    row = check(str(tmp_path))[0]
+    assert (row.status, "not aionn's" in row.found) == ("fail", True)
+
+
+@pytest.mark.parametrize(
+    ("name", "make_tables"),
+    [
+        ("a/integrity-a.sqlite", integrity.make_tables),
+        ("a/blobs-a.sqlite", blob_cache.make_tables),
+        ("index.sqlite", index.make_tables),
+    ],
+)
+def test_a_database_of_each_kind_is_sound(tmp_path: Path, name: str, make_tables: Callable[[sqlite3.Connection], None]) -> None:
+    (tmp_path / "a").mkdir()
+    with closing(sqlite3.connect(tmp_path / name)) as made, made:
+        make_tables(made)
+    check = folders.cache_directory if name == "index.sqlite" else folders.state_directory
+    assert "1 sound database" in check(str(tmp_path))[0].found
 
 
 def test_no_way_out_has_a_name_that_a_driver_chose(tmp_path: Path) -> None:

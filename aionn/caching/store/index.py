@@ -71,7 +71,7 @@ class IndexDatabase:
     def __init__(self, path: str) -> None:
         self._lock = threading.Lock()
         self._path = Path(path)
-        self._database = open_database(self._path, _prepare, synced=False)
+        self._database = open_database(self._path, make_tables, synced=False)
 
     def close(self) -> None:
         with self._lock:
@@ -95,13 +95,14 @@ class IndexDatabase:
                 if not is_damage(error) and getattr(error, "sqlite_errorcode", None) != sqlite3.SQLITE_READONLY_DBMOVED:
                     raise
                 self._database.close()
-                self._database = open_database(self._path, _prepare, anew=is_damage(error), synced=False)
+                self._database = open_database(self._path, make_tables, anew=is_damage(error), synced=False)
                 trace.count("cache.index_begun_anew")
             with transaction(self._database) as database:
                 return act(database)
 
 
-def _prepare(database: sqlite3.Connection) -> None:
+def make_tables(database: sqlite3.Connection) -> None:
+    """Make the tables that are not there."""
     for statement in _TABLES:
         database.execute(statement)
 

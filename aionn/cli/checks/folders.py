@@ -12,8 +12,10 @@ from contextlib import closing
 from pathlib import Path
 from shlex import quote
 
+from aionn.caching import blob_cache, integrity
 from aionn.caching.private_folder import left_folders, missing_home
 from aionn.caching.state import query, read_database, state_path
+from aionn.caching.store import index
 from aionn.caching.store.directory import UnsafeFileError, check_owner, is_hex, refusal_to_store
 from aionn.cgroups import text_of
 from aionn.cli.checks import ROOT, Row, fail, ok, warn
@@ -25,6 +27,9 @@ _FUTURE_S = 60.0
 
 _DATABASE = re.compile(r"(integrity|blobs)-[A-Za-z0-9_-]+\.sqlite")
 """A driver's database. A model file that has taken a driver over may leave files of any name, and a way out is pasted into a shell."""
+
+_MADE_BY = {"integrity": integrity.make_tables, "blobs": blob_cache.make_tables, "index": index.make_tables}
+"""What makes each kind of database. SQLite's own check of another schema may not end, because it computes columns and constraints."""
 
 _NETWORK = ("nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "ceph", "glusterfs", "lustre", "afs", "beegfs", "gpfs", "ocfs2", "gfs2")
 """File systems on which flock, or the shared memory of SQLite's WAL mode, may not work between machines."""
@@ -100,7 +105,7 @@ def cache_directory(directory: str, root: Path = ROOT) -> list[Row]:
             fail(check, words, "a folder that can be written to", f"free space or raise the limit, or {way_out}"),
             *_place("cache", path, root),
         ]
-    rows = [_databases(check, path, [index] if (index := path / "index.sqlite").exists() else [], f", {entries(_count(path))}")]
+    rows = [_databases(check, path, [database] if (database := path / "index.sqlite").exists() else [], f", {entries(_count(path))}")]
     rows += _place("cache", path, root)
     if left := cache_leavings(path):
         what = f"{left} leavings of processes that died while they wrote"
@@ -138,7 +143,8 @@ def _databases(check: str, path: Path, databases: list[Path], more: str = "") ->
 
 def _complaint(database: Path) -> str:
     try:
-        with closing(read_database(database, synced=database.name != "index.sqlite")) as connection:
+        kind = re.split("[-.]", database.name)[0]
+        with closing(read_database(database, _MADE_BY[kind], synced=kind != "index")) as connection:
             ((answer,), *_) = query(connection, "PRAGMA quick_check(1)")
     except FileNotFoundError:
         return ""  # removed meanwhile
