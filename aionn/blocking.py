@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import socket
 import stat
 import weakref
 from collections.abc import Coroutine, Mapping, Sequence
@@ -218,7 +217,7 @@ class _ServiceClient:
         beside = tuple((name, Fd(file.fileno())) for name, file in self._beside.items())
         opened, descriptors = await connection.call(OpenModel(Fd(self._file), *self._asked, beside), deadline_ns=deadline_ns)
         try:
-            with socket.socket(fileno=descriptors.take(opened.socket)) as sock:
+            with descriptors.take_socket(opened.socket) as sock:
                 pidfd = partial(descriptors.take, opened.pidfd)
                 return AttachedDriver(opened.device, sock.dup(), pidfd, opened.prepared, self.waits, None, lambda: True)
         finally:

@@ -115,7 +115,7 @@ async def _taken_over(path: str) -> Listening | None:
     try:
         connection = await link.attach()
         taken, descriptors = await connection.call(TakeOver())
-        return Listening(socket.socket(fileno=descriptors.take(taken.listening)), descriptors.take(taken.lock), path)
+        return Listening(descriptors.take_socket(taken.listening), descriptors.take(taken.lock), path)
     except CallerError:
         raise
     except AionnError:

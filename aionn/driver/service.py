@@ -17,9 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import socket
-import stat
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
@@ -342,12 +340,7 @@ class DeviceService:
         if (held is None and message.prepared) or descriptors.lost:
             descriptors.close()  # the client sees the end of its socket, and asks again or not
             return
-        if not stat.S_ISSOCK(os.fstat(message.socket).st_mode):
-            raise ControlError("the app sent a client without a socket")
-        sock = socket.socket(fileno=descriptors.take(message.socket))
-        if (sock.family, sock.type) != (socket.AF_UNIX, socket.SOCK_STREAM):
-            sock.close()
-            raise ControlError("the app sent a client with a socket of another kind; a client comes with a Unix stream socket")
+        sock = descriptors.take_socket(message.socket)
         guest = 0 if self.made.app else message.guest  # an app cannot speak for another one
         service = DeviceService(self._device, sock, self._tasks, (), self._confinement, self, guest)
         if held is not None:

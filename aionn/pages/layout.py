@@ -199,10 +199,14 @@ def joining_models(words: Sequence[int]) -> frozenset[int]:
     return frozenset(words[at + MODEL] for at in firsts if words[at + JOIN_NOW])
 
 
-def running_keys(words: Sequence[int]) -> frozenset[int]:
-    """Return the keys of the models that run or are being prepared. Of several preparations at once the page shows one."""
+def suspect_keys(words: Sequence[int]) -> frozenset[int]:
+    """Return the keys of the models that may have ended the driver: those that run for the first time, else all that run.
+
+    What is being prepared is one of them. Of several preparations at once the page shows one.
+    """
     firsts = map(slot_word, range(min(words[SLOTS_USED], SLOTS)))
-    keys = {words[at + KEY] for at in firsts if words[at + BEGUN] > words[at + FINISHED]}
+    running = [at for at in firsts if words[at + BEGUN] > words[at + FINISHED]]
+    keys = {words[at + KEY] for at in running if not words[at + FINISHED]} or {words[at + KEY] for at in running}
     if words[COMPILES_BEGUN] > words[COMPILES_ENDED] or words[LOADS_BEGUN] > words[LOADS_ENDED]:
         keys.add(words[PREPARING_KEY])
     return frozenset(keys - {0})

@@ -319,9 +319,9 @@ class PageReader:
         """Return the numbers of the models of which a joined run is in progress, or was when the page was closed."""
         return layout.joining_models(self._words) if self._fd >= 0 else self._joining
 
-    def running_keys(self) -> frozenset[int]:
-        """Return the keys of the models that run or are being prepared, or that did so when the page was closed; see `layout.KEY`."""
-        return layout.running_keys(self._words) if self._fd >= 0 else self._running
+    def suspect_keys(self) -> frozenset[int]:
+        """Return `layout.suspect_keys`, of the moment when the page was closed if it is."""
+        return layout.suspect_keys(self._words) if self._fd >= 0 else self._running
 
     def usual_s(self, slot: int, quantile: float, least: int) -> float | None:
         """Return an upper bound in seconds for a quantile of that model's execution times, or None if fewer than `least` ended."""
@@ -353,7 +353,7 @@ class PageReader:
     def close(self) -> None:
         """Unmap the page and close its descriptor. Idempotent."""
         if self._fd >= 0:
-            self._joining, self._running = self.joining_models(), self.running_keys()
+            self._joining, self._running = self.joining_models(), self.suspect_keys()
             self._words.release()
             self._mapping.close()
             self._close_descriptors()

@@ -14,6 +14,7 @@ import struct
 from typing import Any
 
 from aionn.errors import AionnError, CallerError, DeviceUnavailableError
+from aionn.escapes import escaped
 from aionn.remote.calls import HalCall
 from aionn.remote.connection import Descriptors
 from aionn.remote.control import PROTOCOL, ControlError, Ready, Refused, ServiceReady, error_of
@@ -108,7 +109,8 @@ def refusal_in(greeting: Ready | Refused | ServiceReady, path: str) -> AionnErro
     if greeting.protocol == PROTOCOL:
         return None
     older, newer = ("the service", "this app") if greeting.protocol < PROTOCOL else ("this app", "the service")
-    what = f"the service at {path} (aionn {greeting.release}) speaks protocol {greeting.protocol}, this app {PROTOCOL}"
+    release = escaped(greeting.release, 40, one_line=True)
+    what = f"the service at {path} (aionn {release}) speaks protocol {greeting.protocol}, this app {PROTOCOL}"
     return DeviceUnavailableError("", f"{what}; upgrade {older} to the release of {newer}")
 
 

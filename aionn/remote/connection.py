@@ -34,7 +34,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
@@ -112,6 +112,19 @@ class Descriptors:
         self._open.remove(fd)
         return int(fd)
 
+    def take_socket(self, fd: Fd) -> socket.socket:
+        """As `take`, for a Unix stream socket. Raises ControlError if it is something else."""
+        self.check_arrived()
+        try:
+            taken = socket.socket(fileno=fd)
+        except OSError as error:
+            raise ControlError(f"the peer sent no socket ({error.strerror}) where a Unix stream socket was expected") from error
+        self._open.remove(fd)
+        if (taken.family, taken.type) != (socket.AF_UNIX, socket.SOCK_STREAM):
+            taken.close()
+            raise ControlError("the peer sent a socket of another kind where a Unix stream socket was expected")
+        return taken
+
     def check_arrived(self) -> None:
         """Return if the kernel has delivered the descriptors.
 
@@ -153,7 +166,8 @@ class Descriptors:
 
     def close(self) -> None:
         while self._open:
-            os.close(self._open.pop())
+            with suppress(OSError):  # the peer's file system may have failed; the descriptor is closed all the same
+                os.close(self._open.pop())
 
     def __del__(self) -> None:
         self.close()
@@ -247,7 +261,7 @@ class ControlSocket:
         """
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
         try:
-            return self._socket.sendmsg([frame], rights, socket.MSG_NOSIGNAL)
+            return self._socket.sendmsg([frame], rights, socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
         except (BlockingIOError, InterruptedError):
             return 0
         except OSError as error:
@@ -309,7 +323,8 @@ class ControlSocket:
 
     def _receive(self) -> bool:
         room = socket.CMSG_SPACE(MAX_DESCRIPTORS * 4)
-        chunk, ancillary, flags, _ = self._socket.recvmsg(_CHUNK_BYTES, room, socket.MSG_CMSG_CLOEXEC)
+        # Another process may have the socket, too, and let its reads wait.
+        chunk, ancillary, flags, _ = self._socket.recvmsg(_CHUNK_BYTES, room, socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT)
         fds = array.array("i")
         for level, kind, payload in ancillary:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
@@ -672,9 +687,10 @@ class Connection:
                     raise ControlError("the driver sent a client, which only an app does")
                 self._on_attach(message, descriptors)
             case Ready() | Refused() | ServiceReady():
-                if self._on_greeting is None:
-                    raise ControlError("the app sent a greeting, which only a driver sends")
-                self._on_greeting(message, descriptors)
+                greeted, self._on_greeting = self._on_greeting, None
+                if greeted is None:
+                    raise ControlError("it sent a greeting, which only a driver or a service sends, and once")
+                greeted(message, descriptors)
 
 
 def _close_unwanted(calling: _Calling[A], answer: A, descriptors: Descriptors) -> None:

@@ -70,9 +70,13 @@ def inherited() -> Listening | None:
         os.environ.pop(name, None)
     if count != "1":
         raise CallerError(f"systemd gives {count or 'no'} sockets; give one ListenStream in the unit of the socket")
-    os.set_inheritable(_SYSTEMD_FD, False)
-    sock = socket.socket(fileno=_SYSTEMD_FD)
-    if sock.family != socket.AF_UNIX or sock.type & socket.SOCK_STREAM == 0:
+    try:
+        os.set_inheritable(_SYSTEMD_FD, False)
+        sock = socket.socket(fileno=_SYSTEMD_FD)
+        fits = (sock.family, sock.type) == (socket.AF_UNIX, socket.SOCK_STREAM) and sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+    except OSError as error:
+        raise CallerError(f"systemd gives no socket ({error.strerror}); start the service by its socket unit") from error
+    if not fits:
         raise CallerError("systemd gives a socket of another kind; the service listens on a Unix stream socket (ListenStream=PATH)")
     return Listening(sock, -1, "")
 

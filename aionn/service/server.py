@@ -89,6 +89,9 @@ MOST_DRIVERS = 64
 TAKE_OVER_S = 10.0
 """A service that takes over greets within this time, or the other one goes on."""
 
+_ACCEPTS_PER_WAKE = 16
+"""After so many new apps, those that are attached have their turn."""
+
 NO_ROOM_S = 1.0
 """A service that has no descriptor left looks again for new apps after so long."""
 
@@ -240,7 +243,8 @@ class Service:
             asyncio.get_running_loop().add_reader(self._listening.sock.fileno(), self._accept)
 
     def _accept(self) -> None:
-        while True:
+        self._socket().setblocking(False)  # a process that was to take over may have changed it
+        for _ in range(_ACCEPTS_PER_WAKE):
             try:
                 sock, _ = self._socket().accept()
             except BlockingIOError:
@@ -367,7 +371,7 @@ class Service:
             remote.connection.post(Quarantine(refused))
 
     def _driver_ended(self, remote: RemoteDevice, error: BaseException) -> None:
-        if isinstance(error, CallerError) or remote.page is None or not self._suspects.died(remote.page.running_keys()):
+        if isinstance(error, CallerError) or remote.page is None or not self._suspects.died(remote.page.suspect_keys()):
             return
         for _, device in self._drivers.devices():
             if (other := serving(device)) is not None and other is not remote:

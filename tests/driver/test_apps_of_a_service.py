@@ -28,6 +28,7 @@ from aionn.hal import PrepareOptions
 from aionn.hal.types import BufferDesc, BufferRole
 from aionn.loopless import Answer, running_loop
 from aionn.memory.region import Region
+from aionn.pages import layout
 from aionn.pages.page import DriverPage, PageReader
 from aionn.remote.calls import Evict, Fd, HasRequest, ListShared, Quarantine
 from aionn.remote.connection import Connection, Descriptors
@@ -404,14 +405,14 @@ async def test_a_model_in_quarantine_is_refused_and_others_are_not(driver: Drive
     async with driver.app(7) as app:
         asking = asyncio.create_task(prepare(app))
         await until(lambda: driver.engine.compiled == 1)
-        (key,) = reader.running_keys()
+        (key,) = reader.suspect_keys()
         driver.engine.go.set()
         model = await asking
-        assert reader.running_keys() == frozenset()
+        assert reader.suspect_keys() == frozenset()
         assert [facts.key for facts in await driver.ask(ListShared())] == [f"{key:016x}"]
         (slot,) = driver.device.page._taken  # type: ignore[union-attr]
         began = slot.begin()
-        assert reader.running_keys() == {key}
+        assert reader.suspect_keys() == {key}
         slot.end(began)
         await driver.ask(Quarantine(((key, time.monotonic_ns() + 600 * 10**9),)))
         with pytest.raises(ModelQuarantinedError, match="does not prepare it") as caught:
@@ -442,3 +443,14 @@ async def test_cache_files_in_quarantine_are_not_loaded(driver: Driver, tmp_path
     assert driver.engine.loaded == 1
     for fd in fds:
         os.close(fd)
+
+
+def test_a_model_that_has_run_before_is_no_suspect_beside_one_that_runs_first() -> None:
+    words = [0] * (layout.slot_word(2) + 1)
+    words[layout.SLOTS_USED] = 2
+    for slot, finished in enumerate((4, 0)):
+        at = layout.slot_word(slot)
+        words[at + layout.KEY], words[at + layout.BEGUN], words[at + layout.FINISHED] = slot + 1, finished + 1, finished
+    assert layout.suspect_keys(words) == {2}
+    words[layout.slot_word(1) + layout.BEGUN] = 0
+    assert layout.suspect_keys(words) == {1}

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import anyio
+import anyio.lowlevel
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -22,6 +23,7 @@ from aionn.remote.control import (
     MAX_BODY_BYTES,
     MAX_DESCRIPTORS,
     CallMessage,
+    Cancel,
     ControlError,
     Failed,
     Message,
@@ -297,3 +299,40 @@ async def test_a_signals_handler_that_posts_while_its_thread_does_cuts_no_frame_
     assert ends == []
     sender.close()
     receiver.close()
+
+
+@pytest.mark.timeout(20)
+async def test_a_socket_whose_other_owner_lets_reads_wait_stops_no_loop() -> None:
+    ours, peer = socket.socketpair()
+    kept, heard = ours.dup(), anyio.Event()
+    channel = ControlSocket(ours, lambda message, descriptors: heard.set(), lambda error: None)
+    kept.setblocking(True)  # it is the same open file
+    peer.sendall(encode(Cancel(1))[0])
+    await heard.wait()
+    await anyio.lowlevel.checkpoint()  # the read that found nothing more has returned
+    channel.close()
+    kept.close()
+    peer.close()
+
+
+def test_a_descriptor_that_cannot_be_closed_keeps_no_other_one_open() -> None:
+    bad, good = os.pipe()
+    found = Descriptors((bad, good))
+    os.close(bad)
+    found.close()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(good)
+
+
+@pytest.mark.parametrize("kind", ["file", "datagram", "network"])
+def test_what_is_no_unix_stream_socket_is_refused_and_closed(kind: str) -> None:
+    if kind == "file":
+        fd = os.open("/dev/null", os.O_RDONLY)
+    else:
+        fd = socket.socket(*((socket.AF_UNIX, socket.SOCK_DGRAM) if kind == "datagram" else (socket.AF_INET, socket.SOCK_STREAM))).detach()
+    found = Descriptors((fd,))
+    with pytest.raises(ControlError, match="where a Unix stream socket was expected"):
+        found.take_socket(Fd(fd))
+    found.close()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import anyio
+import anyio.lowlevel
 import numpy as np
 import pytest
 
@@ -18,7 +19,7 @@ from aionn.errors import AionnError, CallerError, DeadlineError, DriverDiedError
 from aionn.hal.types import BufferDesc, ErrorStatus, MemoryDescription, MemoryKind
 from aionn.remote.calls import Allocate, CopyFrom, Fd, FreeBuffer, LentMemory
 from aionn.remote.connection import Connection, ControlSocket, Descriptors
-from aionn.remote.control import CallMessage, Cancel, Failed, Message, Reply, failure_of
+from aionn.remote.control import PROTOCOL, CallMessage, Cancel, ControlError, Failed, Message, Reply, ServiceReady, encode, failure_of
 
 pytestmark = [pytest.mark.anyio, pytest.mark.both_loops]
 
@@ -203,3 +204,18 @@ async def test_an_answer_before_the_deadline_is_the_answer() -> None:
             while not answers:
                 await anyio.lowlevel.checkpoint()
         assert connection.calls_in_flight == 0
+
+
+async def test_a_peer_greets_once() -> None:
+    ours, theirs = socket.socketpair()
+    ends: list[Exception | None] = []
+    greetings: list[object] = []
+    connection = Connection(ours, lambda *_: None, ends.append, lambda greeting, _: greetings.append(greeting))
+    theirs.sendall(encode(ServiceReady(PROTOCOL, "1"))[0] * 2)
+    with anyio.fail_after(30):
+        while not ends:
+            await anyio.lowlevel.checkpoint()
+    assert len(greetings) == 1
+    assert isinstance(ends[0], ControlError)
+    connection.end(CallerError("over"))
+    theirs.close()

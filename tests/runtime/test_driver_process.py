@@ -21,6 +21,7 @@ import aionn
 from aionn.errors import CallerError, CompilationError, DeadlineError, DeviceUnavailableError, DriverDiedError, DriverHungError
 from aionn.hal import Needs
 from aionn.runtime.processes import process as process_module
+from aionn.runtime.processes.child import Child
 from aionn.runtime.processes.devices import Devices
 from aionn.testing import FakeDevice, identity_model
 from tests.apps import App
@@ -462,3 +463,26 @@ async def test_drivers_work_where_sniffio_is_installed(tmp_path: Path) -> None:
         compilation = await runtime.compile(aionn.Model.from_onnx(identity_model()), devices=("onnxruntime",))
         x = np.ones((1, 16), np.float32)
         assert np.array_equal((await compilation.compute({"input": x}))["input_out"], x)
+
+
+async def test_a_driver_that_does_not_end_when_it_is_killed_is_left_to_the_system(
+    model: aionn.Model, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As one that waits for a disk or a device. The signal is kept from it here."""
+    monkeypatch.setattr(process_module, "KILL_S", 0.3)
+    send = Child.signal
+    monkeypatch.setattr(Child, "signal", lambda child, number: None if number == signal.SIGKILL else send(child, number))
+    with FakeDevice() as fake:
+        async with aionn.Runtime(hang_s=0.3) as runtime:
+            compilation = await runtime.compile(model, devices=(fake.name,))
+            (pid,) = driver_pids()
+            fake.hang()
+            with anyio.fail_after(60), pytest.raises(DriverHungError):
+                await compilation.compute(X)
+            assert "does not end, even killed" in caplog.text
+            assert pid in driver_pids()
+            fake.behave()
+            assert set(await compilation.compute(X)) == {"input_out"}
+            monkeypatch.undo()
+            os.kill(pid, signal.SIGKILL)
+            await anyio.to_thread.run_sync(os.waitpid, pid, 0)

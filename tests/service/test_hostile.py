@@ -10,6 +10,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -153,7 +154,9 @@ def test_a_guest_brings_no_more_clients_than_its_quota_and_speaks_for_no_other_a
         victim.close()
 
 
+@pytest.mark.timeout(60)
 async def test_a_service_that_is_taken_over_by_a_process_that_dies_goes_on(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[int] = []
     monkeypatch.setattr(server, "TAKE_OVER_S", 0.3)
     path = str(folder / "service.sock")
     service = Service(listen(path))
@@ -164,17 +167,45 @@ async def test_a_service_that_is_taken_over_by_a_process_that_dies_goes_on(folde
             with hostile(path) as first, hostile(path) as second:
                 taken = first.call(TakeOver())
                 assert "another service is taking over" in sentence(second.call(TakeOver()))
+                kept.append(os.dup(taken.listening))
                 os.close(taken.listening)
                 os.close(taken.lock)
 
         await anyio.to_thread.run_sync(dies)
         with anyio.fail_after(30):
-            async with aionn.Runtime(service=path, start=()) as runtime:
-                await runtime.compile(aionn.Model.from_onnx(MODEL), devices=["reference"])
+            for _ in range(2):
+                async with aionn.Runtime(service=path, start=()) as runtime:
+                    await runtime.compile(aionn.Model.from_onnx(MODEL), devices=["reference"])
+                os.set_blocking(kept[0], True)  # it is the service's open file, too, whose loop must not wait in it
         with pytest.raises(aionn.CallerError, match="listens at"):
             listen(path)
+        os.close(kept.pop())
         service.end()
     listen(path).end()
+
+
+def test_apps_that_come_and_go_without_a_pause_hold_up_no_other_one(served: Served) -> None:
+    over, rounds = threading.Event(), []
+
+    def flood() -> None:
+        by = time.monotonic() + 20
+        while not over.is_set() and time.monotonic() < by:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock, suppress(OSError):
+                sock.connect(served.path)
+                rounds.append(1)
+
+    with hostile(served.path) as app:
+        flooding = [threading.Thread(target=flood) for _ in range(2)]
+        for thread in flooding:
+            thread.start()
+        until(lambda: len(rounds) > 200)
+        for _ in range(5):
+            assert not isinstance(app.call(ReadService()), Failed)
+        still_flooded = all(thread.is_alive() for thread in flooding)
+        over.set()
+        for thread in flooding:
+            thread.join()
+    assert still_flooded
 
 
 async def test_a_service_whose_folder_was_removed_ends_and_leaves_the_next_one_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,8 +25,8 @@ import aionn
 import aionn.blocking
 from aionn import file_ranges
 from aionn.graph.files import OpenFile
-from aionn.remote.calls import DigestModel, Fd, ListShared
-from aionn.remote.control import PROTOCOL, ServiceReady, encode
+from aionn.remote.calls import ConnectDriver, DigestModel, Fd, ListShared
+from aionn.remote.control import HEADER, PROTOCOL, CallMessage, Failed, ServiceReady, decode, encode, failure_of, no_fd
 from aionn.remote.device import RemoteDevice
 from aionn.runtime import open_runtime
 from aionn.runtime.processes import devices, handed, process
@@ -374,6 +374,32 @@ def test_one_service_listens_at_a_path(served: Served, folder: Path) -> None:
     assert os.stat(served.path).st_mode & 0o077 == 0
 
 
+async def test_a_call_that_the_end_of_a_service_cuts_off_is_asked_of_the_next_one(folder: Path) -> None:
+    path, asked = str(folder / "s.sock"), []
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as fake:
+        fake.bind(path)
+        fake.listen()
+
+        def two_services() -> None:
+            for last in (False, True):
+                app, _ = fake.accept()
+                with app:
+                    app.sendall(encode(ServiceReady(PROTOCOL, "\x1b[2J"))[0])
+                    call = decode(app.recv(65536)[HEADER.size :], no_fd)
+                    assert isinstance(call, CallMessage)
+                    asked.append(call.body)
+                    if last:
+                        app.sendall(encode(Failed(call.id, failure_of(aionn.CallerError("the second one"))))[0])
+                        app.recv(1)
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(anyio.to_thread.run_sync, two_services)
+            async with aionn.Runtime(service=path, start=()) as runtime:
+                with pytest.raises(aionn.CallerError, match="the second one"):
+                    await runtime.compile(MODEL, devices=REFERENCE)
+    assert [type(body) for body in asked] == [ConnectDriver, ConnectDriver]
+
+
 @pytest.mark.parametrize("older", [True, False])
 async def test_another_protocol_says_which_side_to_upgrade(folder: Path, older: bool) -> None:
     path = str(folder / "s.sock")
@@ -384,14 +410,15 @@ async def test_another_protocol_says_which_side_to_upgrade(folder: Path, older: 
         def greet() -> None:
             app, _ = fake.accept()
             with app:
-                app.sendall(encode(ServiceReady(PROTOCOL + (-1 if older else 1), "9.9"))[0])
+                app.sendall(encode(ServiceReady(PROTOCOL + (-1 if older else 1), "9.9\x1b[2J"))[0])
                 app.recv(1)
 
         async with anyio.create_task_group() as group:
             group.start_soon(anyio.to_thread.run_sync, greet)
             wanted = "upgrade the service" if older else "upgrade this app"
-            with pytest.raises(aionn.DeviceUnavailableError, match=wanted):
+            with pytest.raises(aionn.DeviceUnavailableError, match=wanted) as refused:
                 await aionn.Runtime(service=path).open()
+            assert r"9.9\x1b[2J" in str(refused.value)
 
 
 async def test_nonsense_at_the_socket_ends_its_sender_alone(served: Served) -> None:

@@ -12,15 +12,14 @@ import asyncio
 import logging
 import os
 import signal
-import socket
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from aionn.errors import AionnError, DeadlineError, DeviceUnavailableError, ServiceDiedError
 from aionn.loopless import is_readable, leave_in_child, running_loop
 from aionn.remote.attaching import called_by_service, connect, refusal_in
-from aionn.remote.calls import ConnectDriver, ConnectedDriver, DigestModel, Fd
+from aionn.remote.calls import ConnectDriver, ConnectedDriver, DigestModel, Fd, HalCall
 from aionn.remote.connection import Connection, Descriptors
 from aionn.remote.control import Ready, Refused, ServiceReady
 from aionn.runtime.processes.child import Child
@@ -29,6 +28,8 @@ from aionn.runtime.processes.spawning import WHEN_IDLE, Settings, needs_as_text
 if TYPE_CHECKING:
     from aionn.graph.digest import Place
     from aionn.graph.files import OpenFile
+
+A = TypeVar("A")
 
 logger = logging.getLogger("aionn.service")
 
@@ -108,7 +109,7 @@ class Handed:
     def __init__(self, driver: ConnectedDriver, descriptors: Descriptors) -> None:
         self.pid, self.started_ns = driver.pid, time.monotonic_ns()
         self._since_ns = driver.started_ns
-        self.sock = socket.socket(fileno=descriptors.take(driver.socket))
+        self.sock = descriptors.take_socket(driver.socket)
         self._fds = [descriptors.take(driver.pidfd), descriptors.take(driver.page)]
         leave_in_child(self)
 
@@ -201,12 +202,14 @@ class ServiceLink:
             DeviceUnavailableError, DriverDiedError, DriverHungError: the service cannot start it.
             ServiceDiedError: the service has ended, and no other one listens; or it does not answer.
         """
-        connection = await self.attach()
         needs = needs_as_text(settings.needs.get(name)).encode()
         # A worker in the background is a guest of the driver that runs when a CPU is idle.
         body = ConnectDriver(name, schedule == WHEN_IDLE, settings.sandbox, settings.threads, dict(settings.environment), needs)
         try:
-            driver, descriptors = await connection.call(body, deadline_ns=time.monotonic_ns() + int(ANSWER_S * 1e9))
+            try:
+                driver, descriptors = await self._call(body)
+            except ServiceDiedError:  # another service may just have taken its place
+                driver, descriptors = await self._call(body)
         except DeadlineError:
             why = f"the service at {self.path} did not answer for {ANSWER_S:g} s; if it stands still, end its process and start it anew"
             raise ServiceDiedError(why) from None
@@ -214,6 +217,10 @@ class ServiceLink:
             return Handed(driver, descriptors)
         finally:
             descriptors.close()
+
+    async def _call(self, body: HalCall[A]) -> tuple[A, Descriptors]:
+        connection = await self.attach()
+        return await connection.call(body, deadline_ns=time.monotonic_ns() + int(ANSWER_S * 1e9))
 
     async def digests(self, files: Mapping[str, OpenFile]) -> dict[Place, bytes]:
         """Return the digest of each range of a model's files, which the service reads once for all apps. Nothing where it does not.
@@ -226,8 +233,7 @@ class ServiceLink:
         beside = tuple((location, Fd(file.fileno())) for location, file in files.items() if location)
         body = DigestModel(Fd(files[""].fileno()), beside)
         try:
-            connection = await self.attach()
-            found, descriptors = await connection.call(body, deadline_ns=time.monotonic_ns() + int(ANSWER_S * 1e9))
+            found, descriptors = await self._call(body)
         except AionnError as error:
             logger.debug("this app digests a model by itself, because the service did not: %s", error)
             return {}

@@ -14,6 +14,7 @@ Without these pauses, an engine that crashes at every start, or a model that cra
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import signal
 import time
@@ -28,6 +29,7 @@ from aionn.errors import AionnError, CallerError, DeviceUnavailableError, Driver
 from aionn.events import DriverEnded, DriverHung, DriverStarted
 from aionn.fmq import completed
 from aionn.hal.types import DeviceType
+from aionn.loopless import running_loop
 from aionn.pages.app_page import traced_until_ns
 from aionn.pages.layout import Activity, LayoutError
 from aionn.pages.page import PageReader
@@ -92,6 +94,7 @@ class DriverProcess:
         self._killed_by: AionnError | None = None
         self._broke: Exception | None = None
         self._dismissed = False
+        self._late: asyncio.TimerHandle | None = None
         self._when_idle = schedule == WHEN_IDLE
         self._remote: RemoteDevice | None = None
         self._page: PageReader | None = None
@@ -147,9 +150,7 @@ class DriverProcess:
                 await self._started.wait()
         if not self._started.is_set():
             self.send_sigkill(DriverHungError(self.name, START_S))
-            with anyio.move_on_after(KILL_S):
-                await self._ended.wait()
-            self._start_failed(DriverHungError(self.name, START_S))
+            await self._started.wait()
         if self._start_error is not None:
             raise again(self._start_error)
         assert self._remote is not None
@@ -235,7 +236,8 @@ class DriverProcess:
     def send_sigkill(self, reason: AionnError | None) -> None:
         """Send SIGKILL, without a line in the log. May be called again.
 
-        Callers that wait get `reason` once the process has ended, or `DriverDiedError` if `reason` is None.
+        Callers that wait get `reason` once the process has ended, or `DriverDiedError` if `reason` is None. A process that waits for a
+        disk or a device may not end. Then they get it after KILL_S.
         """
         if self._ended.is_set():
             return
@@ -243,6 +245,8 @@ class DriverProcess:
         if reason is not None and self._killed_by is None:
             self._killed_by = reason
         self._child.signal(signal.SIGKILL)
+        if self._late is None:
+            self._late = running_loop().call_later(KILL_S, self._leave_to_system)
 
     async def wait_ended(self) -> None:
         """Return when the process has ended."""
@@ -264,16 +268,19 @@ class DriverProcess:
         if self.alive and not self._dismissed and self._broke is None:
             words, notes = "%s (process %d, with the models %s)%s", "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
             logger.warning(words, error, self.pid, _models_of(self._remote), notes, extra=about(device=self.name))
-        if isinstance(error, DriverHungError):
-            self.life.cause = "hung"
-        elif not self._dismissed and not isinstance(self.connection.ended_by, CallerError):  # else aionn has closed it
+        if not self._dismissed and not isinstance(self.connection.ended_by, CallerError):  # else aionn has closed it
             broken = self._broke is not None
             self.life.cause = "protocol" if broken else "signal" if (self._child.exit_code or 0) < 0 else "exit"
+        self._settle(error)
+
+    def _settle(self, error: AionnError) -> None:
+        """End what waits for the driver."""
+        if isinstance(error, DriverHungError):
+            self.life.cause = "hung"
         self._start_failed(error)
         self.connection.end(error)
-        self._note_end()
-
-    def _note_end(self) -> None:
+        if self._late is not None:
+            self._late.cancel()
         self.life.exit_code, self.life.ended_ns = self._child.exit_code, time.monotonic_ns()
         self._ended.set()
         page, self._page = self._page, None
@@ -309,11 +316,15 @@ class DriverProcess:
         self._child.signal(signal.SIGKILL)
         self._child.block_until_ended(ABORT_S)
         self._exited()
-        if not self._ended.is_set():
-            words = "the driver process %d of device %r does not end, even killed; it is left to the system"
-            logger.error(words, self.pid, self.name, extra=about(device=self.name))
-            self._child.end()
-            self._note_end()
+        self._leave_to_system()
+
+    def _leave_to_system(self) -> None:
+        if self._ended.is_set():
+            return
+        words = "the driver process %d of device %r does not end, even killed; it is left to the system"
+        logger.error(words, self.pid, self.name, extra=about(device=self.name))
+        self._child.end()
+        self._settle(self._killed_by or self._death())
 
 
 def _models_of(remote: RemoteDevice | None) -> str:
