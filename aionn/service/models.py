@@ -19,6 +19,7 @@ import asyncio
 import fcntl
 import os
 import stat
+import time
 from collections import OrderedDict
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -63,11 +64,12 @@ def cache_folder(user: str = "service") -> str:
 
 
 class _KeptModel(NamedTuple):
-    """A compilation, the app that has asked for it first, and the size of its file."""
+    """A compilation, the app that has asked for it first, the size of its files, and when a client last asked for it."""
 
     parts: CompilationParts
     app: int
     size_bytes: int
+    used_s: float
 
 
 class KeptModels:
@@ -99,11 +101,12 @@ class KeptModels:
                 if (kept := self._kept.get(key)) is None:
                     model = await run_in_thread(_loaded, files, asked.name)
                     devices, folder, name = asked.devices or None, self._folder, asked.name or None
-                    request = Asked(model=model, devices=devices, cache_dir=folder, idle_s=IDLE_S, name=name, required=False, **how)
+                    request = Asked(model=model, devices=devices, cache_dir=folder, name=name, required=False, **how)
                     size_bytes = sum(identity.size for _, identity in which)
-                    kept = _KeptModel(parts_of(await request.compile(opened)), app, size_bytes)
+                    kept = _KeptModel(parts_of(await request.compile(opened)), app, size_bytes, 0.0)
                     self._kept[key] = kept
                     self._make_room(app)
+        self._kept[key] = kept._replace(used_s=time.monotonic())
         self._kept.move_to_end(key)
         prepared = (await kept.parts.kept_model.live()).prepared
         if not isinstance(prepared, RemotePreparedModel):
@@ -124,6 +127,11 @@ class KeptModels:
         files, which = _checked_files(asked)
         async with self._turn(app), self._locks.setdefault(which, asyncio.Lock()):
             return await run_in_thread(_digests, files)
+
+    def give_up_unused(self) -> None:
+        """Give up what no client has asked for in `IDLE_S`, with the files, whose memory may be that of an app that has ended."""
+        while self._kept and time.monotonic() - next(iter(self._kept.values())).used_s >= IDLE_S:
+            self._kept.popitem(last=False)
 
     def _turn(self, app: int) -> asyncio.Semaphore:
         return self._turns.setdefault(app, asyncio.Semaphore(MOST_AT_ONCE))

@@ -389,10 +389,11 @@ class Service:
         return ServiceFacts(os.getpid(), RELEASE, seconds, tuple(app.pid for app in self._apps), tuple(drivers), self._sandbox)
 
     async def _end_unused(self) -> None:
-        """End drivers that have had no guest and no model for a while.
+        """Give up models that no client has asked for in a while, and end drivers that have had no guest and no model for a while.
 
         Guests come through this service. So one that has none is left alone for that while, and an idle service sleeps.
         """
+        self._models.give_up_unused()
         now_s = time.monotonic()
         for opened, device in self._drivers.devices():
             if (remote := serving(device)) is None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
+import select
 import shutil
 import signal
 import socket
@@ -36,6 +38,7 @@ from aionn.service.listening import listen
 from aionn.testing import identity_model
 from tests.apps import run_app
 from tests.leaks import driver_pids, leak_check
+from tests.service.hostile import Hostile, hostile
 from tests.service.served import App, Looking, Served, alive, evicted, forked_app, odd_descriptor, parent_of
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("surroundings")]
@@ -620,6 +623,33 @@ async def test_a_driver_stays_while_it_keeps_a_model_and_ends_after_it(folder: P
         assert alive(driver)
         assert await anyio.to_thread.run_sync(evicted, path) == 1
         await until(lambda: not alive(driver))
+
+
+async def test_what_no_client_has_asked_for_is_given_up_with_the_memory_of_its_files(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client passes a file that its model does not name, keeps its burst and goes on; the service keeps neither model nor file."""
+    beside = os.memfd_create("beside-of-an-app")
+
+    def held() -> int:
+        links = (os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if os.path.lexists(f"/proc/self/fd/{fd}"))
+        return sum("beside-of-an-app" in link for link in links)
+
+    async with looking(folder, monkeypatch) as (service, path):
+
+        def ask() -> Hostile:
+            with hostile(path) as client:
+                return client.open_model(folder, beside=(("weights.bin", Fd(beside)),))
+
+        guest = await anyio.to_thread.run_sync(ask)
+        assert held() == 2
+        looks = service.looks
+        await until(lambda: service.looks > looks + 3)
+        assert held() == 2, "a client may ask again soon"
+        monkeypatch.setattr(models, "IDLE_S", 0.0)
+        gc.collect()
+        await until(lambda: held() == 1)
+        assert not select.select([guest.sock], [], [], 0)[0], "its driver has not ended the connection"
+        guest.sock.close()
+    os.close(beside)
 
 
 async def test_a_driver_without_guests_is_left_alone_until_it_may_end(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
