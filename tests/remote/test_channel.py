@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 import os
 import socket
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -301,15 +302,19 @@ async def test_a_signals_handler_that_posts_while_its_thread_does_cuts_no_frame_
     receiver.close()
 
 
-@pytest.mark.timeout(20)
 async def test_a_socket_whose_other_owner_lets_reads_wait_stops_no_loop() -> None:
     ours, peer = socket.socketpair()
-    kept, heard = ours.dup(), anyio.Event()
+    kept, heard, rescued = ours.dup(), anyio.Event(), []
     channel = ControlSocket(ours, lambda message, descriptors: heard.set(), lambda error: None)
     kept.setblocking(True)  # it is the same open file
-    peer.sendall(encode(Cancel(1))[0])
+    message = encode(Cancel(1))[0]
+    rescue = threading.Timer(10, lambda: rescued.append(peer.shutdown(socket.SHUT_RDWR)))  # for a loop that waits in the read
+    rescue.start()
+    peer.sendall(message)
     await heard.wait()
     await anyio.lowlevel.checkpoint()  # the read that found nothing more has returned
+    assert not rescued
+    rescue.cancel()
     channel.close()
     kept.close()
     peer.close()
