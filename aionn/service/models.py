@@ -106,7 +106,7 @@ class KeptModels:
                     kept = _KeptModel(parts_of(await request.compile(opened)), app, size_bytes, 0.0)
                     self._kept[key] = kept
                     self._make_room(app)
-        self._kept[key] = kept._replace(used_s=time.monotonic())
+        self._kept[key] = _KeptModel(kept.parts, kept.app, kept.size_bytes, time.monotonic())
         self._kept.move_to_end(key)
         prepared = (await kept.parts.kept_model.live()).prepared
         if not isinstance(prepared, RemotePreparedModel):

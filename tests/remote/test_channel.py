@@ -304,16 +304,21 @@ async def test_a_signals_handler_that_posts_while_its_thread_does_cuts_no_frame_
 
 async def test_a_socket_whose_other_owner_lets_reads_wait_stops_no_loop() -> None:
     ours, peer = socket.socketpair()
-    kept, heard, rescued = ours.dup(), anyio.Event(), []
+    kept, heard, rescued = ours.dup(), anyio.Event(), threading.Event()
     channel = ControlSocket(ours, lambda message, descriptors: heard.set(), lambda error: None)
     kept.setblocking(True)  # it is the same open file
     message = encode(Cancel(1))[0]
-    rescue = threading.Timer(10, lambda: rescued.append(peer.shutdown(socket.SHUT_RDWR)))  # for a loop that waits in the read
+
+    def end() -> None:
+        rescued.set()
+        peer.shutdown(socket.SHUT_RDWR)
+
+    rescue = threading.Timer(10, end)  # for a loop that waits in the read
     rescue.start()
     peer.sendall(message)
     await heard.wait()
     await anyio.lowlevel.checkpoint()  # the read that found nothing more has returned
-    assert not rescued
+    assert not rescued.is_set()
     rescue.cancel()
     channel.close()
     kept.close()
