@@ -20,6 +20,7 @@ from aionn.cli.checks.service import service as checked_service
 from aionn.cli.commands import run_command
 from aionn.cli.service import ServeServiceOptions, plain_options
 from aionn.service.units import NAMES, write_units
+from tests.apps import run_app
 from tests.service.served import Served, alive
 from tests.service.test_service import MODEL, REFERENCE, pid_of, right, until
 
@@ -86,6 +87,38 @@ async def test_systemd_starts_the_service_at_the_first_connection(folder: Path) 
         await until(lambda: listens(path))
         async with aionn.Runtime(service=path, start=()) as runtime:
             await right((await runtime.compile(MODEL, devices=REFERENCE)).compute, 1)
+
+
+GIVEN = """
+import os, socket, sys
+kind = sys.argv[1]
+if kind == "file":
+    given = os.open("/dev/null", os.O_RDONLY)
+else:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET if kind == "packets" else socket.SOCK_STREAM)
+    sock.bind("\\0aionn-test-" + str(os.getpid()))
+    if kind != "silent":
+        sock.listen()
+    given = sock.detach()
+if given != 3:
+    os.dup2(given, 3)
+os.environ.update(LISTEN_PID=str(os.getpid()), LISTEN_FDS="1")
+from aionn.errors import CallerError
+from aionn.service.listening import inherited
+try:
+    print("listens" if inherited() else "nothing")
+except CallerError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [("stream", "listens"), ("file", "systemd gives no socket"), ("packets", "of another kind"), ("silent", "of another kind")],
+)
+def test_what_systemd_gives_is_a_stream_socket_that_listens(kind: str, said: str) -> None:
+    done = run_app([sys.executable, "-c", GIVEN, kind], check=True, stdout=subprocess.PIPE, text=True, timeout=60)
+    assert said in done.stdout
 
 
 def test_doctor_looks_at_the_service(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
