@@ -186,7 +186,8 @@ async def test_a_caller_that_leaves_does_not_leave_half_a_turn(way: str) -> None
 
 
 async def test_a_state_dies_with_its_driver_and_says_so() -> None:
-    async with nothing_left(), aionn.Runtime() as runtime:
+    settings = {"AIONN_TEST_WORD": "dies"}  # of a service, no other test has the driver that is killed here
+    async with nothing_left(), aionn.Runtime(driver_env=settings) as runtime:
         model = aionn.Model.from_onnx(identity_model({"state": (4,)}, outputs=["stateN"]))
         compilation = await runtime.compile(model, devices=(FAKE,))
         async with compilation.burst() as burst:
