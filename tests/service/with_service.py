@@ -40,6 +40,7 @@ LEFT_OUT = {
         "test_a_failed_execution_leaves_a_state_as_it_was_and_empties_what_it_only_writes": ENVIRONMENT,
         "test_allocate_use_free_leaves_nothing_on_either_side": DRIVERS,
         "test_apps_killed_at_random_leave_nothing": DRIVERS,
+        "test_drivers_killed_at_random_leave_nothing": DRIVERS,
         "test_lies_about_memory_are_refused_one_by_one_and_hurt_nobody": CALLS,
     },
     "conformance/test_never_stale.py": {
@@ -96,7 +97,10 @@ LEFT_OUT = {
         "test_the_trace_shows_what_a_hostile_engine_opens": DRIVERS,
     },
     "journeys/test_confined_processes.py": {"test_a_worker_in_the_background_is_confined": ENVIRONMENT},
-    "journeys/test_confined_storms.py": {"test_killed_apps_leave_no_confined_driver": DRIVERS},
+    "journeys/test_confined_storms.py": {
+        "test_killed_apps_leave_no_confined_driver": DRIVERS,
+        "test_killed_confined_drivers_leave_nothing_and_the_next_start_works": DRIVERS,
+    },
     "journeys/test_forgotten_burst.py": {
         "test_a_burst_that_is_dropped_is_collected_and_leaves_nothing_here_or_in_the_driver": ENVIRONMENT,
     },
