@@ -285,6 +285,8 @@ class Case:
         before = self.driver.pid
         os.kill(before, signal.SIGKILL)
         assert await ended(before, 10)
+        # Where a service reaps the driver, the runtime may see it later. What is sent to the driver until then is a MISS.
+        await until(lambda: self.driver.pid != before)
 
     async def restart_driver(self) -> None:
         before = self.driver.pid
