@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -36,8 +36,19 @@ class EngineBuffer:
 
     @property
     def size_bytes(self) -> int:
-        """How many bytes are reserved for it now, as far as its extents are known."""
-        return self._buffer.size_bytes or 0
+        """How many bytes are reserved for it now."""
+        memory = self._buffer.memory
+        return 0 if memory is None else memory.size
+
+    def bound(self, check: Callable[[int], None]) -> None:
+        """Ask `check` before each reservation from now on, in any thread, by how many bytes it grows. What that raises is the answer."""
+        reserve = self._buffer.reserve
+
+        def within(needed: int) -> Any:
+            check(needed - self.size_bytes)
+            return reserve(needed)
+
+        self._buffer.reserve = within
 
     def of(self, buffers: DeviceBuffers) -> bool:
         """Return whether the buffer belongs to that device."""

@@ -19,21 +19,20 @@ import asyncio
 import logging
 import socket
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from aionn.burst.executors import result_of
+from aionn.driver import sharing
 from aionn.driver.prepared_model import EnginePreparedModel
 from aionn.driver.received import Received, size_of, weights_of
-from aionn.driver.sharing import QUOTAS, Quotas, Shared, Sharing
+from aionn.driver.sharing import ClientTables, Shared, SharedModel, Sharing, known
 from aionn.driver.threads import calling_app
 from aionn.errors import AionnError, CallerError, CompilationError, QuotaError
-from aionn.fmq import Listener
-from aionn.hal.interfaces import IBuffer, IBurstContext, IDevice, IPreparedModel
-from aionn.hal.model import PooledModel
-from aionn.hal.types import Dependency, ErrorStatus, FencedResult, IMemory, Performance, Result
+from aionn.hal.interfaces import IBuffer, IDevice, IPreparedModel, PrepareOptions
+from aionn.hal.types import Dependency, FencedResult, IMemory, Performance, Result
 from aionn.hal.values import as_messages
 from aionn.memory.descriptors import check_description
 from aionn.memory.region import Region
@@ -65,7 +64,6 @@ from aionn.remote.calls import (
     LentMemory,
     ListShared,
     LogLine,
-    ModelMessage,
     Prepared,
     PrepareModel,
     PrepareModelFromCache,
@@ -81,7 +79,6 @@ from aionn.tasks import Tasks
 CLEAN_UP_S = 2.0
 """How long a driver may take to free what a client left. What is left then ends with the process."""
 
-T = TypeVar("T")
 logger = logging.getLogger("aionn.driver")
 
 
@@ -92,122 +89,6 @@ class Closable(Protocol):
 
 
 C = TypeVar("C", bound=Closable)
-
-
-class SharedModel:
-    """A prepared model, held by one client or more. `aclose` gives up one hold. `weights_bytes`: of its constants or cache files."""
-
-    def __init__(self, prepared: IPreparedModel, weights_bytes: int = 0) -> None:
-        self.prepared = prepared
-        self.weights_bytes = weights_bytes
-        self._holds = 1
-
-    def hold(self) -> SharedModel:
-        self._holds += 1
-        return self
-
-    async def aclose(self) -> None:
-        self._holds -= 1
-        if not self._holds:
-            await self.prepared.aclose()
-
-
-class ClientTables:
-    """What one client has made in the driver, by the numbers that the client names. `brought_by`: those of the client that brought it."""
-
-    def __init__(self, brought_by: ClientTables | None = None, guest: int = 0) -> None:
-        self.app: int = guest or (0 if brought_by is None else brought_by.app)  # 0 for the owner
-        self._brought_by = None if guest else brought_by
-        self.of_all: set[ClientTables] = set() if brought_by is None else brought_by.of_all
-        self.preparing: dict[object, int] = {}  # bytes of weights, by call
-        self.mapped: dict[object, int] = {}  # bytes, by region
-        self.in_flight = 0
-        self.prepared: dict[int, SharedModel] = {}
-        self.bursts: dict[int, IBurstContext] = {}
-        self.listeners: dict[int, Listener] = {}
-        self.buffers: dict[int, IBuffer] = {}
-
-    def model(self, number: int) -> IPreparedModel:
-        return _known(self.prepared, number, "prepared model").prepared
-
-    def buffer(self, token: int) -> IBuffer:
-        return _known(self.buffers, token, "device buffer")
-
-    def may_use(self, token: int) -> bool:
-        """Return whether executions of this client may use that buffer."""
-        return token in self.buffers or (self._brought_by is not None and token in self._brought_by.buffers)
-
-    def used(self) -> Quotas:
-        """Return what the app of this client uses now. Only `check_quota` knows the rate of messages."""
-        own = [tables for tables in self.of_all if tables.app == self.app]
-        models = {id(model): model for tables in own for model in tables.prepared.values()}.values()
-        preparing = [size for tables in own for size in tables.preparing.values()]
-        return Quotas(
-            prepared_models=len(models) + len(preparing),
-            weights_bytes=sum(model.weights_bytes for model in models) + sum(preparing),
-            mapped_bytes=sum(size for tables in own for size in list(tables.mapped.values())),
-            buffer_bytes=sum(getattr(buffer, "size_bytes", 0) for tables in own for buffer in tables.buffers.values()),
-            bursts=sum(len(tables.bursts) for tables in own),
-            clients=len(own),
-            requests_in_flight=sum(tables.in_flight for tables in own),
-        )
-
-    def check_quota(self, what: str, more: int = 1) -> None:
-        """Check that the app may use so much more of a field of `Quotas`. The owner of the driver has no quota.
-
-        Raises:
-            QuotaError: it would be over its quota.
-        """
-        if self.app == 0:
-            return
-        used, limit = getattr(self.used(), what), getattr(QUOTAS, what)
-        if used + more > limit:
-            name = what.replace("_", " ")
-            raise QuotaError(
-                f"this app would use {used + more} {name} of a shared driver, but one app may use {limit}; release some first, or "
-                "give this app its own driver with Runtime(service='off')",
-                status=ErrorStatus.RESOURCE_EXHAUSTED_PERSISTENT,
-                what=name,
-                limit=limit,
-                used=used,
-            )
-
-    def model_of(self, received: Received, message: ModelMessage) -> PooledModel:
-        """Return the client's model, whose pools are mapped only within the quota."""
-        self.check_quota("weights_bytes", sum(lent.description.size_bytes for lent in message.pools))
-        return received.model(message)
-
-    async def keep_buffer(self, buffer: IBuffer) -> int:
-        """Keep a buffer for the client, within its quota. Returns the buffer's token."""
-        try:
-            self.check_quota("buffer_bytes", getattr(buffer, "size_bytes", 0))
-        except QuotaError:
-            await buffer.aclose()
-            raise
-        self.buffers[buffer.token] = buffer
-        return buffer.token
-
-    def note_mapped(self, region: Region) -> None:
-        """Count a region for the app until it is closed."""
-        if self.app:
-            self.mapped[id(region)] = region.size_bytes
-            region.when_closed(partial(_remove, self.mapped, id(region)))
-
-    async def aclose(self) -> None:
-        """Free everything. Until then it counts for the app's quotas."""
-        try:
-            for table in (self.bursts, self.buffers, self.prepared):
-                while table:
-                    try:
-                        await table.popitem()[1].aclose()
-                    except Exception:
-                        logger.exception("something of a client could not be freed")
-        finally:
-            self.of_all.discard(self)
-
-
-def _remove(table: dict[object, int], key: object) -> None:
-    table.pop(key, None)
 
 
 class Brought:
@@ -321,7 +202,7 @@ class DeviceService:
         self._last_number = 0 if brought_by is None else ATTACHED
         self._cancellable: dict[int, asyncio.Task[Any] | None] = {}  # by call, while it may be stopped
         self.ended = asyncio.Event()
-        limits = PeerLimits(QUOTAS.messages_per_second, GUEST_BODY_BYTES) if self.made.app else ONLY_PEER
+        limits = PeerLimits(sharing.QUOTAS.messages_per_second, GUEST_BODY_BYTES) if self.made.app else ONLY_PEER
         self._connection = Connection(sock, self._call, self.end, None, self._cancel_soon, self._attach, limits=limits)
         self.made.of_all.add(self.made)
 
@@ -389,8 +270,8 @@ class DeviceService:
         await self.made.aclose()
 
     def _call(self, call_id: int, body: HalCall[Any], descriptors: Descriptors) -> None:
-        self.made.check_quota("requests_in_flight")
-        self.made.in_flight += 1
+        self.made.check_quota("requests_in_flight", _weight(body))
+        self.made.in_flight += _weight(body)
         self._tasks.start_soon(self._serve, call_id, body, descriptors, name=type(body).__name__)
 
     def _cancel_soon(self, call_id: int) -> None:
@@ -416,7 +297,7 @@ class DeviceService:
             descriptors.close()
             self._connection.reply_failure(call_id, error)
         finally:
-            self.made.in_flight -= 1
+            self.made.in_flight -= _weight(body)
             descriptors.close()
 
     async def _reply(self, call_id: int, body: HalCall[Any], descriptors: Descriptors) -> None:
@@ -443,16 +324,16 @@ class DeviceService:
             case PrepareModel(model=message, options=options, cache=cache):
                 model, asked_for = self.made.model_of(received, message), received.prepare_options(options, device.name)
                 files = () if cache is None else (received.cache(cache),)
-                return await self._keep(call_id, weights_of(model), lambda: device.prepare_model(model, asked_for, *files))
+                return await self._keep(call_id, weights_of(model), asked_for, lambda: device.prepare_model(model, asked_for, *files))
             case PrepareModelFromCache(options=options, cache=files_message):
                 asked_for, cached = received.prepare_options(options, device.name), received.cache(files_message)
-                return await self._keep(call_id, size_of(cached), lambda: device.prepare_model_from_cache(asked_for, cached))
+                return await self._keep(call_id, size_of(cached), asked_for, lambda: device.prepare_model_from_cache(asked_for, cached))
             case Adopt(options=options, cache=files_message, model_digest=digest, signed=signed):
                 if not hasattr(device, "adopt"):  # one that is written by hand
                     why = f"device {device.name!r} adopts no compilation of another machine"
                     raise CompilationError(why, reason=f"refused_by_device: {why}")
                 asked_for, adopted = received.prepare_options(options, device.name), received.cache(files_message)
-                return await self._keep(call_id, size_of(adopted), lambda: device.adopt(asked_for, adopted, digest, signed))
+                return await self._keep(call_id, size_of(adopted), asked_for, lambda: device.adopt(asked_for, adopted, digest, signed))
             case ConfigureExecutionBurst():
                 return await self._configure(body, received)
             case ExportAgain(prepared=number, cache=cache):
@@ -461,9 +342,9 @@ class DeviceService:
                     raise CallerError(f"device {device.name!r} offers no better artifact of this model")
                 return str(await tuning.export_again(None if cache is None else received.cache(cache)))
             case FreeMemory(burst=number, slot=slot):
-                await _known(self.made.bursts, number, "burst").free_memory(slot)
+                await known(self.made.bursts, number, "burst").free_memory(slot)
             case HasRequest(burst=number, identity=identity):
-                find = getattr(_known(self.made.bursts, number, "burst"), "has_request", None)  # a device written by hand may lack it
+                find = getattr(known(self.made.bursts, number, "burst"), "has_request", None)  # a device written by hand may lack it
                 return find is None or bool(find(identity))
             case CloseBurst(burst=number):
                 await _close(self.made.bursts, number)
@@ -489,17 +370,19 @@ class DeviceService:
                 return await self.brought.answer(body)
         return None
 
-    async def _keep(self, call_id: int, weights_bytes: int, prepare: Callable[[], Awaitable[IPreparedModel]]) -> Prepared:
+    async def _keep(self, call_id: int, length: int, options: PrepareOptions, prepare: Callable[[], Awaitable[IPreparedModel]]) -> Prepared:
         """Prepare a model with so many bytes of weights, and keep it for the client."""
-        self.made.check_quota("prepared_models")
-        self.made.check_quota("weights_bytes", weights_bytes)
-        self.made.preparing[call_id] = weights_bytes
+        size = length, options.threads * (options.instances or 1)
+        if self.made.app:
+            for what, more in zip(("prepared_models", "weights_bytes", "engine_threads"), (1, *size), strict=True):
+                self.made.check_quota(what, more)
+        self.made.preparing[call_id] = size
         try:
             prepared = await prepare()
         finally:
             del self.made.preparing[call_id]
         self._last_number += 1
-        self.made.prepared[self._last_number] = SharedModel(prepared, weights_bytes)
+        self.made.prepared[self._last_number] = SharedModel(prepared, size)
         operands = as_messages(prepared.inputs), as_messages(prepared.outputs)
         contents = getattr(prepared, "contents", b"")  # of a device that copies constants
         runs_on = getattr(prepared, "runs_on", "")
@@ -584,7 +467,7 @@ class DeviceService:
         wrong = check_request(list(prepared.inputs.items()), list(prepared.outputs.items()), body.request, sizes)
         if wrong is not None:
             raise CallerError(wrong)
-        self.made.check_quota("mapped_bytes", sum(sizes))
+        self.made.check_mapped(sizes)
         pools: list[IMemory | IBuffer] = []
         for pool in body.pools:
             pools.append(mapped := received.memory(pool) if isinstance(pool, LentMemory) else buffers[pool])
@@ -605,16 +488,16 @@ class DeviceService:
 
 def administered(device: IDevice, made: ClientTables, body: ListShared | Evict | Quarantine) -> object:
     """Answer the owner of a driver that apps share. `made`: the tables of the client that asks."""
-    sharing: Sharing | None = getattr(device, "sharing", None)
-    if made.app or sharing is None:
+    shares: Sharing | None = getattr(device, "sharing", None)
+    if made.app or shares is None:
         raise CallerError(f"an app asked its driver for {type(body).__name__}, which only the service of all apps may; use `aionn ps`")
     match body:
         case Evict(key=key):
-            return sharing.evict(key)
+            return shares.evict(key)
         case Quarantine(keys=keys):
-            sharing.quarantined = dict(keys)
+            shares.quarantined = dict(keys)
             return None
-    holders: dict[Shared, dict[int, tuple[int, EnginePreparedModel]]] = {shared: {} for shared in sharing.all()}
+    holders: dict[Shared, dict[int, tuple[int, EnginePreparedModel]]] = {shared: {} for shared in shares.all()}
     for tables in made.of_all:
         for model in tables.prepared.values():
             prepared = model.prepared
@@ -634,6 +517,11 @@ def administered(device: IDevice, made: ClientTables, body: ListShared | Evict |
     )
 
 
+def _weight(body: HalCall[Any]) -> int:
+    """Return for how many requests in flight a call counts: a large graph stays in memory while the call waits."""
+    return 1 + (len(getattr(getattr(body, "model", None), "graph", b"")) >> 20)
+
+
 @contextmanager
 def _cancelled_as_error(cancellable: dict[int, asyncio.Task[Any] | None], call_id: int, why: str) -> Iterator[None]:
     """Let the client cancel the body of its call, which then raises `CallerError(why)`."""
@@ -650,13 +538,6 @@ async def _close(table: dict[int, C], number: int) -> None:
     closable = table.pop(number, None)
     if closable is not None:
         await closable.aclose()
-
-
-def _known(table: Mapping[int, T], number: int, what: str) -> T:
-    try:
-        return table[number]
-    except KeyError:
-        raise CallerError(f"{what} {number} does not exist in this driver process, or has been released; use one that is open") from None
 
 
 class BurstCallback:
@@ -680,7 +561,7 @@ class BurstCallback:
         regions: list[Region] = []
         with ExitStack() as mapped:
             for lent in memories:
-                self.made.check_quota("mapped_bytes", lent.description.size_bytes)
+                self.made.check_mapped([lent.description.size_bytes])
                 regions.append(region := mapped.enter_context(closing(attach(lent))))
                 self.made.note_mapped(region)
                 region.forget_descriptor()

@@ -14,31 +14,42 @@ A driver that several apps share believes no token, because an app could claim t
 the driver has digested itself: all that the engine reads of the model, or the bytes of the verified cache files. `digested` makes sure
 that no app can change these bytes afterwards.
 
-Use all of this from the loop, except `digested` and `Shared.executables`, which block.
+`ClientTables` has what each client of a driver has made, and counts what its app uses (`Quotas`).
+
+Use all of this from the loop, except `digested` and `Shared.executables`, which block, and `check_quota`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import fcntl
+import logging
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple, TypeVar
 
 import msgspec
 from blake3 import blake3
 
 from aionn.driver.artifacts import Loaded
-from aionn.errors import CompilationError, DeadlineError, ModelQuarantinedError
+from aionn.driver.received import Received
+from aionn.errors import CallerError, CompilationError, DeadlineError, ModelQuarantinedError, QuotaError
 from aionn.file_ranges import digest_of, private_memory
+from aionn.fmq import Listener
 from aionn.hal.batching import RowAxes
 from aionn.hal.engine import Executable
-from aionn.hal.interfaces import PrepareOptions
+from aionn.hal.interfaces import IBuffer, IBurstContext, IPreparedModel, PrepareOptions
 from aionn.hal.model import PooledModel, known_contents, may_change
-from aionn.hal.types import NO_LANES, IMemory, MemoryKind
+from aionn.hal.types import NO_LANES, ErrorStatus, IMemory, MemoryKind
 from aionn.hal.values import as_messages
 from aionn.loopless import seconds_until
+from aionn.memory.region import Region
+from aionn.remote.calls import ModelMessage
+
+T = TypeVar("T")
+logger = logging.getLogger("aionn.driver")
 
 IDLE_S = 300.0
 """How long a shared driver keeps an executable that no app holds. A setting of the service that owns the driver."""
@@ -50,6 +61,9 @@ MOST_IDLE = 64
 """So many executables that no app holds stay in a shared driver. A model without weights takes memory, too, and each preparation looks at
 all that are here."""
 
+MOST_IDLE_THREADS = 512
+"""So many threads that apps have asked for may belong to executables that no app holds. Threads are bounded for the whole machine."""
+
 _SEALED_BYTES = 16 << 20
 """A model without a token whose sealed constants are larger is not recognised: the loop would take too long to digest them."""
 
@@ -59,7 +73,10 @@ class Quotas(NamedTuple):
 
     prepared_models: int = 32
     weights_bytes: int = 2 << 30
+    engine_threads: int = 512
     mapped_bytes: int = 512 << 20
+    mapped_memories: int = 4096
+    buffers: int = 1024
     buffer_bytes: int = 256 << 20
     bursts: int = 64
     clients: int = 64
@@ -192,7 +209,7 @@ class Sharing:
 
     With `by_contents`, apps that do not trust each other use the device. It believes no token, and compiles equal models of theirs once.
     An executable then stays for a while after its last prepared model (`IDLE_S`). Those that have been idle for longest go first if all
-    of them have more than `MOST_BYTES`, or if there are more than `MOST_IDLE`.
+    of them have more than `MOST_BYTES`, or if there are more than `MOST_IDLE`, or with more than `MOST_IDLE_THREADS`.
 
     Attributes:
         quarantined: when models may be prepared again, in CLOCK_MONOTONIC, by key.
@@ -284,8 +301,10 @@ class Sharing:
 
     def _make_room(self) -> None:
         total = sum(shared.size_bytes for shared in self.all())
+        asked = [(shared, identity.options) for identity, shared in list(self._live.items())]
+        threads = {shared: options.threads * (options.instances or 1) for shared, options in asked}
         for shared in list(self._idle):
-            if total <= MOST_BYTES and len(self._idle) <= MOST_IDLE:
+            if total <= MOST_BYTES and len(self._idle) <= MOST_IDLE and sum(map(threads.__getitem__, self._idle)) <= MOST_IDLE_THREADS:
                 return
             self._evict_one(shared)
             total -= shared.size_bytes
@@ -341,3 +360,140 @@ def instances_of(device: str, executable: Executable, count: int) -> Sequence[Ex
     if len(made) != count:
         raise CompilationError(f"device {device!r} made {len(made)} lanes, but {count} were asked for; the fault lies in its engine")
     return made
+
+
+class SharedModel:
+    """A prepared model, held by one client or more. `aclose` gives up one hold. `size`: bytes of its weights, and its threads."""
+
+    def __init__(self, prepared: IPreparedModel, size: tuple[int, int]) -> None:
+        self.prepared = prepared
+        self.size = size
+        self._holds = 1
+
+    def hold(self) -> SharedModel:
+        self._holds += 1
+        return self
+
+    async def aclose(self) -> None:
+        self._holds -= 1
+        if not self._holds:
+            await self.prepared.aclose()
+
+
+class ClientTables:
+    """What one client has made in the driver, by the numbers that the client names. `brought_by`: those of the client that brought it."""
+
+    def __init__(self, brought_by: ClientTables | None = None, guest: int = 0) -> None:
+        self.app: int = guest or (0 if brought_by is None else brought_by.app)  # 0 for the owner
+        self._brought_by = None if guest else brought_by
+        self.of_all: set[ClientTables] = set() if brought_by is None else brought_by.of_all
+        self.preparing: dict[object, tuple[int, int]] = {}  # the size of each, by call
+        self.mapped: dict[object, int] = {}  # bytes, by region
+        self.in_flight = 0
+        self.prepared: dict[int, SharedModel] = {}
+        self.bursts: dict[int, IBurstContext] = {}
+        self.listeners: dict[int, Listener] = {}
+        self.buffers: dict[int, IBuffer] = {}
+
+    def model(self, number: int) -> IPreparedModel:
+        return known(self.prepared, number, "prepared model").prepared
+
+    def buffer(self, token: int) -> IBuffer:
+        return known(self.buffers, token, "device buffer")
+
+    def may_use(self, token: int) -> bool:
+        """Return whether executions of this client may use that buffer."""
+        return token in self.buffers or (self._brought_by is not None and token in self._brought_by.buffers)
+
+    def used(self) -> Quotas:
+        """Return what the app of this client uses now, in any thread. Only `check_quota` knows the rate of messages."""
+        own = [tables for tables in list(self.of_all) if tables.app == self.app]  # the loop changes all of it meanwhile
+        models = {id(model): model for tables in own for model in list(tables.prepared.values())}.values()
+        sizes = [model.size for model in models] + [size for tables in own for size in list(tables.preparing.values())]
+        return Quotas(
+            prepared_models=len(sizes),
+            weights_bytes=sum(weights_bytes for weights_bytes, _ in sizes),
+            engine_threads=sum(threads for _, threads in sizes),
+            mapped_bytes=sum(size for tables in own for size in list(tables.mapped.values())),
+            mapped_memories=sum(len(tables.mapped) for tables in own),
+            buffers=sum(len(tables.buffers) for tables in own),
+            buffer_bytes=sum(getattr(buffer, "size_bytes", 0) for tables in own for buffer in list(tables.buffers.values())),
+            bursts=sum(len(tables.bursts) for tables in own),
+            clients=len(own),
+            requests_in_flight=sum(tables.in_flight for tables in own),
+        )
+
+    def check_quota(self, what: str, more: int = 1) -> None:
+        """Check that the app may use so much more of a field of `Quotas`. The owner of the driver has no quota.
+
+        Raises:
+            QuotaError: it would be over its quota.
+        """
+        if self.app == 0:
+            return
+        used, limit = getattr(self.used(), what), getattr(QUOTAS, what)
+        if used + more > limit:
+            name = what.replace("_", " ")
+            raise QuotaError(
+                f"this app would use {used + more} {name} of a shared driver, but one app may use {limit}; release some first, or "
+                "give this app its own driver with Runtime(service='off')",
+                status=ErrorStatus.RESOURCE_EXHAUSTED_PERSISTENT,
+                what=name,
+                limit=limit,
+                used=used,
+            )
+
+    def model_of(self, received: Received, message: ModelMessage) -> PooledModel:
+        """Return the client's model, whose pools are mapped only within the quota."""
+        self.check_quota("weights_bytes", sum(lent.description.size_bytes for lent in message.pools))
+        return received.model(message)
+
+    async def keep_buffer(self, buffer: IBuffer) -> int:
+        """Keep a buffer for the client, within its quota. Returns the buffer's token."""
+        try:
+            self.check_quota("buffers")
+            self.check_quota("buffer_bytes", getattr(buffer, "size_bytes", 0))
+        except QuotaError:
+            await buffer.aclose()
+            raise
+        if self.app and hasattr(buffer, "bound"):  # where its extents are open, it grows in the engine's threads
+            buffer.bound(partial(self.check_quota, "buffer_bytes"))
+        self.buffers[buffer.token] = buffer
+        return buffer.token
+
+    def check_mapped(self, sizes: Iterable[int]) -> None:
+        """Check that the app may have further memories of these sizes mapped. The errors are those of `check_quota`."""
+        if self.app:
+            sizes = list(sizes)
+            self.check_quota("mapped_memories", len(sizes))
+            self.check_quota("mapped_bytes", sum(sizes))
+
+    def note_mapped(self, region: Region) -> None:
+        """Count a region for the app until it is closed."""
+        if self.app:
+            self.mapped[id(region)] = region.size_bytes
+            region.when_closed(partial(_remove, self.mapped, id(region)))
+
+    async def aclose(self) -> None:
+        """Free everything. Until then it counts for the app's quotas."""
+        try:
+            for table in (self.bursts, self.buffers, self.prepared):
+                while table:
+                    try:
+                        await table.popitem()[1].aclose()
+                    except Exception:
+                        logger.exception("something of a client could not be freed")
+        finally:
+            self.of_all.discard(self)
+
+
+def _remove(table: dict[object, int], key: object) -> None:
+    table.pop(key, None)
+
+
+def known(table: Mapping[int, T], number: int, what: str) -> T:
+    """Return what a client has named by its number. Raises CallerError if there is no such thing."""
+    try:
+        return table[number]
+    except KeyError:
+        raise CallerError(f"{what} {number} does not exist in this driver process, or has been released; use one that is open") from None

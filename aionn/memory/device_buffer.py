@@ -59,6 +59,7 @@ class DeviceBuffer:
         initial_dimensions: what desc and roles say together. An open axis may differ from execution to execution.
         bound_dimensions: what desc and input roles say together. What an output's declaration adds may prove wrong.
         memory: its present bytes. None before the first success of a buffer with open dimensions.
+        reserve: returns zeroed memory of a size in bytes, in any thread.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class DeviceBuffer:
     ) -> None:
         self.token, self.type, self.roles = token, type, roles
         self.initial_dimensions, self.bound_dimensions = initial_dimensions, bound_dimensions
-        self._reserve, self._lock = reserve, lock
+        self.reserve, self._lock = reserve, lock
         self._dimensions = initial_dimensions
         self.memory: NDArray[np.uint8] | None = None
         self._shown: tuple[NDArray[np.uint8], tuple[int, ...], NDArray[Any], NDArray[Any]] | None = None
@@ -168,7 +169,7 @@ class DeviceBuffer:
         needed = _size_of(shape, self.type)
         if self.memory is not None and self.memory.size == needed:
             return self.memory
-        return np.frombuffer(self._reserve(needed), np.uint8)
+        return np.frombuffer(self.reserve(needed), np.uint8)
 
     def as_array(self, memory: NDArray[np.uint8], shape: tuple[int, ...], *, writeable: bool) -> NDArray[Any]:
         """Return the same bytes in the buffer's type and that shape.

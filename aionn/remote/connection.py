@@ -469,7 +469,7 @@ class Connection:
     ) -> None:
         self._loop = loop or running_loop()
         self._calls: dict[int, _Calling[Any]] = {}
-        self._last_id = 0
+        self._last_id = self._last_heard = 0
         self._ended_by: BaseException | None = None
         self._when_ended: dict[object, Callable[[BaseException], None]] = {}
         self._on_call = on_call
@@ -552,8 +552,7 @@ class Connection:
             raise error
         if trace.active:
             trace.count("control.call", call=type(body).__name__)
-        self._last_id += 1
-        call_id = self._last_id
+        call_id = self._last_id = self._last_id + 1
         self._calls[call_id] = calling
         try:
             self._channel.post(CallMessage(call_id, body))
@@ -674,14 +673,16 @@ class Connection:
                     else:
                         asked.answer.set((answer, descriptors))
             case CallMessage(id=call_id, body=body):
+                if call_id <= self._last_heard:
+                    raise ControlError(f"the peer has numbered a call {call_id} after {self._last_heard}; each number is larger")
+                self._last_heard = call_id
                 try:
                     self._on_call(call_id, body, descriptors)
                 except AionnError as error:
                     descriptors.close()
                     self.reply_failure(call_id, error)
-            case Cancel(id=call_id):
-                if self._on_cancel is not None:
-                    self._on_cancel(call_id)
+            case Cancel(id=call_id) if self._on_cancel is not None:
+                self._on_cancel(call_id)
             case Attach():
                 if self._on_attach is None:
                     raise ControlError("the driver sent a client, which only an app does")

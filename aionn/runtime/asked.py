@@ -1,6 +1,6 @@
-"""One call of `Runtime.compile`: its arguments, and the compilation that is made of them.
+"""One call of `Runtime.compile`: its arguments, and the model that is prepared as they say.
 
-This is imported with all that compiles and computes, when a runtime starts a driver or compiles first.
+A service prepares models and computes nothing, so this imports nothing that computes, and no NumPy.
 """
 
 from __future__ import annotations
@@ -25,23 +25,27 @@ from aionn.hal.model import PooledModel, known_token
 from aionn.hal.types import CACHE_TOKEN_BYTES, MAX_INSTANCES, MAX_THREADS, ExecutionPreference, Priority
 from aionn.hal.values import outside_frames
 from aionn.loopless import checked_count, checked_name, checked_seconds, deadline_of, seconds_until
-from aionn.runtime.compilation import Compilation, CompilationParts
 from aionn.runtime.open_runtime import OpenRuntime
 from aionn.runtime.preparing.compile_acts import CacheChoice, CompileRequest, digested, read
 from aionn.runtime.preparing.options import with_options
 from aionn.runtime.preparing.plan import checked_names, checked_stages, prepare_on_best
-from aionn.runtime.preparing.preparation import check_kept
+from aionn.runtime.preparing.preparation import Found, check_kept
 from aionn.runtime.record import READING, CompilationRecord, Progress, Unwatched, checked_on_event, current
 from aionn.runtime.session import Session
 
-if TYPE_CHECKING:  # most apps make no stages
-    from aionn.runtime.staging.stage import StagePolicy
+if TYPE_CHECKING:  # most apps make no stages, and a service computes nothing
+    from aionn.runtime.compilation import Compilation
+    from aionn.runtime.staging.stage import Stage, StagePolicy
 
 _PATH_MAX = 4096
 """The kernel takes no path of as many bytes."""
 
 _PREFERENCES = {member.name.lower(): member for member in ExecutionPreference}
 _PRIORITIES = {member.name.lower(): member for member in Priority}
+
+
+AsPrepared = tuple[CompileRequest, Found | None, Sequence["Stage"], "StagePolicy | None"]
+"""What was asked for; what serves, or None where the first use prepares it; and in mode "staged" the stages, and how they are made."""
 
 
 class Asked(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,30 +76,43 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
 
         Raises: as `Runtime.compile`.
         """
-        session, request = opened.session, self._request(opened)
+        from aionn.runtime.compilation import Compilation, CompilationParts
+
+        request, found, stages, policy = await self.prepare(opened)
+        parts = CompilationParts(opened.session, request, found)
+        if policy is not None:
+            parts.begin_stages(stages, policy)
+        opened.compilations.add(parts)
+        opened.health.watch(parts.kept_model, parts if stages else None)
+        return Compilation(parts)
+
+    async def prepare(self, opened: OpenRuntime) -> AsPrepared:
+        """Prepare the model, unless its first use does that (mode "jit"). The caller owns it.
+
+        Raises: as `Runtime.compile`.
+        """
+        request = self._request(opened)
         first = next(iter(opened.devices.installed if request.candidates is None else request.candidates), "")
         progress = None if self.mode == "jit" else Progress(request.record, first, cause="first")
         about = trace.about(model=request.record.name)
         deadline_ns = request.options.deadline_ns
-        parts: CompilationParts | None = None
+        prepared: AsPrepared | None = None
         with progress or Unwatched(request.record.name), about, trace.span("compile", preference=request.options.preference.name.lower()):
             # Inside, so that listeners get the deadline as the reason.
             with nullcontext() if deadline_ns is None else anyio.move_on_after(seconds_until(deadline_ns)):
                 request = await self._completed(request, opened)
                 if progress is None:
                     await read(opened.devices, request.model)  # the first execution is laid out before it is compiled
-                    parts = CompilationParts(session, request)
+                    prepared = request, None, (), None
                 elif self.mode == "staged":
-                    parts = await _staged(session, request, self.stage_policy, progress)
+                    prepared = await _staged(opened.session, request, self.stage_policy, progress)
                 else:
                     found = check_kept(request, await prepare_on_best(opened.devices, request))
                     progress.outcomes = found[1]
-                    parts = CompilationParts(session, request, found)
-            if parts is None:
+                    prepared = request, found, (), None
+            if prepared is None:
                 raise DeadlineError(f"the model was not prepared within {self.timeout_s} s; the compile has been cancelled")
-            opened.compilations.add(parts)
-            opened.health.watch(parts)
-        return Compilation(parts)
+        return prepared
 
     async def _completed(self, request: CompileRequest, opened: OpenRuntime) -> CompileRequest:
         """Return what is asked for with engine options and cache, for which files are read."""
@@ -211,8 +228,8 @@ def store_at(opened: OpenRuntime, cache_dir: str | os.PathLike[str]) -> CacheSto
     return opened.stores[path]
 
 
-async def _staged(session: Session, request: CompileRequest, policy: StagePolicy | None, progress: Progress) -> CompilationParts:
-    """Prepare the stage that serves from the start, and make better ones. Return the parts of its compilation."""
+async def _staged(session: Session, request: CompileRequest, policy: StagePolicy | None, progress: Progress) -> AsPrepared:
+    """Prepare the stage that serves from the start."""
     from aionn.runtime.staging.stage import StagePolicy
     from aionn.runtime.staging.stages import prepare_first, stages_of
 
@@ -226,6 +243,4 @@ async def _staged(session: Session, request: CompileRequest, policy: StagePolicy
         found[0].release()
         raise staged_refusal(request.model)
     serving = next(stage.name for stage in stages if stage.state == "serving")
-    parts = CompilationParts(session, replace(request, stage=serving), found)
-    parts.begin_stages(stages, policy)
-    return parts
+    return replace(request, stage=serving), found, stages, policy

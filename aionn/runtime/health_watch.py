@@ -53,11 +53,11 @@ class HealthWatch:
         self._drops = _Drops()
         session.record.each_beat.append(weakref.WeakMethod(self.beat))
 
-    def watch(self, parts: CompilationParts) -> None:
-        """Include a compilation that was made, until it is closed or collected. A burst keeps it, too."""
-        self._kept_models[id(parts.kept_model)] = parts.kept_model
-        if parts.staging is not None:
-            self._stagings[id(parts)] = parts
+    def watch(self, kept_model: KeptModel, staged: CompilationParts | None = None) -> None:
+        """Include a model that was prepared, until it is closed or collected. A burst keeps it, too. `staged`: what makes its stages."""
+        self._kept_models[id(kept_model)] = kept_model
+        if staged is not None:
+            self._stagings[id(staged)] = staged
         self._has_served = True
 
     def beat(self) -> None:

@@ -52,24 +52,25 @@ if TYPE_CHECKING:
     from aionn.runtime.staging.stage import StagePolicy
 
 
-TO_OPEN, TO_COMPILE = "aionn.runtime.open_runtime", "aionn.runtime.asked"
-"""What an open runtime needs, and what compiles and computes with it. `open` imports all of it while a driver starts. It does so in the
-loop's thread, because two threads cannot import NumPy at once."""
+TO_OPEN, TO_PREPARE, TO_COMPUTE = "aionn.runtime.open_runtime", "aionn.runtime.asked", "aionn.runtime.compilation"
+"""What an open runtime needs, what prepares models, and what computes with them. `open` imports all of it while a driver starts. It does so
+in the loop's thread, because two threads cannot import NumPy at once."""
 
 
-def import_needed(module: str) -> None:
-    """Import a module and what it needs. All that stays, so looking for garbage in it meanwhile is a waste of time.
+def import_needed(*modules: str) -> None:
+    """Import modules and what they need. All that stays, so looking for garbage in it meanwhile is a waste of time.
 
     Raises:
         MemoryAllocationError: this process has no free file descriptor to read modules with.
     """
-    if module in sys.modules:
+    if modules[-1] in sys.modules:
         return
     collects = gc.isenabled()
     gc.disable()
     try:
         with with_descriptors("the import of what a runtime needs"), _short_spins():
-            import_module(module)
+            for module in modules:
+                import_module(module)
     finally:
         if not gc.get_freeze_count():  # what the app has frozen stays frozen
             gc.freeze()  # with `unfreeze`, all that exists counts as old, so the next collection does not look through it (8 ms)
@@ -203,7 +204,7 @@ class Runtime(AsyncOnly):
         early = {} if _is_served(self._settings) else spawn_early(self._start, self._settings)
         try:
             with with_descriptors("the opening of a runtime"):
-                import_needed(TO_COMPILE if early else TO_OPEN)
+                import_needed(*(TO_PREPARE, TO_COMPUTE) if early else (TO_OPEN,))
             from aionn.runtime.health import checked_policy
             from aionn.runtime.open_runtime import OpenRuntime
 
@@ -342,7 +343,7 @@ class Runtime(AsyncOnly):
             DriverDiedError, DriverHungError: the driver went away meanwhile.
         """
         opened = self._opened
-        import_needed(TO_COMPILE)
+        import_needed(TO_PREPARE, TO_COMPUTE)
         from aionn.runtime.asked import Asked
 
         asked = Asked(

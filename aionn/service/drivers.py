@@ -26,6 +26,9 @@ from aionn.runtime.processes.starter import Starter
 MOST_SETTINGS = 16
 """How many sets of drivers with different settings a service has. Each set is one process for each device at least."""
 
+MOST_ENVIRONMENT = 1 << 14
+"""How many characters the variables of a driver have. What starts it takes one message of 128 KiB, with the service's own variables."""
+
 
 class Drivers:
     """See the module. Use it in the service's loop."""
@@ -102,5 +105,7 @@ def _settings_of(body: ConnectDriver, state_dir: str, starter: Starter | None) -
     except msgspec.DecodeError as error:
         raise CallerError(f"needs: {error}; expected the fields of aionn.hal.Needs") from error
     environment = checked_driver_env(body.environment)
+    if (length := sum(map(len, [*environment, *environment.values()]))) > MOST_ENVIRONMENT:
+        raise CallerError(f"driver_env has {length} characters, but a service takes {MOST_ENVIRONMENT}; leave out what no engine reads")
     sandbox = body.sandbox if body.sandbox == "strict" else checked_sandbox(body.sandbox)  # the environment of an app may ask for it
     return Settings(state_dir, DEFAULT_HANG_S, body.threads, sandbox, environment, needs, template=True, shared=True, starter=starter)

@@ -17,12 +17,14 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import math
 import os
 import stat
 import time
 from collections import OrderedDict
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 import msgspec
@@ -31,15 +33,15 @@ from aionn.errors import CallerError, DriverDiedError, QuotaError
 from aionn.hal.types import ErrorStatus
 from aionn.remote.calls import DigestModel, OpenModel
 from aionn.remote.device import RemotePreparedModel
-from aionn.runtime.runtime import TO_COMPILE, import_needed
+from aionn.runtime.runtime import TO_PREPARE, import_needed
 from aionn.tasks import run_in_thread
 
 if TYPE_CHECKING:  # imported for the first client without a loop, since an idle service should take little memory
     from aionn.file_ranges import Identity
     from aionn.graph.files import Beside, OpenFile
-    from aionn.runtime.compilation import CompilationParts
     from aionn.runtime.model import Model
     from aionn.runtime.open_runtime import OpenRuntime
+    from aionn.runtime.preparing.kept_model import KeptModel
 
 MOST_MODELS = 64
 MOST_OF_AN_APP, MOST_BYTES_OF_AN_APP = 16, 2 << 30
@@ -48,8 +50,12 @@ MOST_OF_AN_APP, MOST_BYTES_OF_AN_APP = 16, 2 << 30
 MOST_BESIDE = 64
 """How many files may lie beside a model. The service keeps them open as long as the compilation."""
 
+MOST_NAME = 4096
+
 MOST_AT_ONCE = 2
 """How many models the service prepares for one app at a time."""
+
+MOST_THREADS = 64
 
 IDLE_S = 300.0
 """A model that no client has asked for in so long is given back by its driver. The next client loads it from the cache."""
@@ -63,12 +69,22 @@ def cache_folder(user: str = "service") -> str:
     return os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "aionn", user)
 
 
-class _KeptModel(NamedTuple):
-    """A compilation, the app that has asked for it first, the size of its files, and when a client last asked for it."""
+@dataclass(slots=True)
+class _Compiled:
+    """A compilation.
 
-    parts: CompilationParts
+    Attributes:
+        model: what is kept.
+        app: has asked for it first.
+        size_bytes: of its files.
+        for_asked_s: until then a client may have asked for it. One that asks later has the files read again, unless they show all changes.
+        used_s: when a client last asked for it.
+    """
+
+    model: KeptModel
     app: int
     size_bytes: int
+    for_asked_s: float
     used_s: float
 
 
@@ -77,7 +93,7 @@ class KeptModels:
 
     def __init__(self) -> None:
         self._folder = cache_folder()
-        self._kept: OrderedDict[tuple[Any, ...], _KeptModel] = OrderedDict()
+        self._kept: OrderedDict[tuple[Any, ...], _Compiled] = OrderedDict()
         self._turns: WeakValueDictionary[int, asyncio.Semaphore] = WeakValueDictionary()  # by app, while it waits
         self._locks: WeakValueDictionary[tuple[Any, ...], asyncio.Lock] = WeakValueDictionary()  # while a caller has it
 
@@ -89,26 +105,34 @@ class KeptModels:
             QuotaError: the file is larger than all that an app may have prepared.
             AionnError: as `Runtime.compile`.
         """
-        files, which = _checked_files(asked)
+        files, which, named = _checked_files(asked)
         how = _checked(asked.options)
-        import_needed(TO_COMPILE)
+        import_needed(TO_PREPARE)
+        from aionn.file_ranges import shows_changes
         from aionn.runtime.asked import Asked
-        from aionn.runtime.compilation import parts_of
+        from aionn.runtime.preparing.kept_model import KeptModel
 
-        key = (opened, which, asked.devices, tuple(sorted(how.items())))
-        if (kept := self._kept.get(key)) is None:
+        key, asked_s = (opened, which, asked.devices, tuple(sorted(how.items()))), time.monotonic()
+        if (kept := self._kept.get(key)) is None or kept.for_asked_s < asked_s:
             async with self._turn(app), self._locks.setdefault(key, asyncio.Lock()):
-                if (kept := self._kept.get(key)) is None:
+                if (kept := self._kept.get(key)) is None or kept.for_asked_s < asked_s:
+                    began_s, began_ns = time.monotonic(), time.time_ns()
                     model = await run_in_thread(_loaded, files, asked.name)
                     devices, folder, name = asked.devices or None, self._folder, asked.name or None
                     request = Asked(model=model, devices=devices, cache_dir=folder, name=name, required=False, **how)
                     size_bytes = sum(identity.size for _, identity in which)
-                    kept = _KeptModel(parts_of(await request.compile(opened)), app, size_bytes, 0.0)
-                    self._kept[key] = kept
-                    self._make_room(app)
-        self._kept[key] = _KeptModel(kept.parts, kept.app, kept.size_bytes, time.monotonic())
-        self._kept.move_to_end(key)
-        prepared = (await kept.parts.kept_model.live()).prepared
+                    what, found, *_ = await request.prepare(opened)
+                    for_asked_s = math.inf if shows_changes((identity for _, identity in which), began_ns) else began_s
+                    kept = _Compiled(KeptModel(opened.session, what, found), app, size_bytes, for_asked_s, began_s)
+                    opened.health.watch(kept.model)
+                    if named:  # else no other client can ask for it; the driver has it until this one has gone
+                        self._kept[key] = kept
+                        self._make_room(app)
+        kept.used_s = time.monotonic()
+        if named:
+            self._kept[key] = kept
+            self._kept.move_to_end(key)
+        prepared = (await kept.model.live()).prepared
         if not isinstance(prepared, RemotePreparedModel):
             raise CallerError(
                 "this model runs on several devices, which a client without an event loop cannot use; compile it in a Runtime"
@@ -124,7 +148,7 @@ class KeptModels:
             CallerError: a descriptor is not of a file that can be read, or the model's file cannot be a model.
             QuotaError: the files are larger than all that an app may have prepared.
         """
-        files, which = _checked_files(asked)
+        files, which, _ = _checked_files(asked)
         async with self._turn(app), self._locks.setdefault(which, asyncio.Lock()):
             return await run_in_thread(_digests, files)
 
@@ -145,8 +169,10 @@ class KeptModels:
             self._kept.popitem(last=False)
 
 
-def _checked_files(asked: OpenModel | DigestModel) -> tuple[dict[str, int], tuple[tuple[str, Identity], ...]]:
+def _checked_files(asked: OpenModel | DigestModel) -> tuple[dict[str, int], tuple[tuple[str, Identity], ...], bool]:
     """Return the descriptors that a call has passed, by location, the model's own under "", and by what each file is known.
+
+    Also return whether every file has a name. One without (a memfd, or a file that was deleted) is gone with the processes that have it.
 
     Raises:
         CallerError: one gives no right to read a file, or there are too many.
@@ -154,10 +180,14 @@ def _checked_files(asked: OpenModel | DigestModel) -> tuple[dict[str, int], tupl
     """
     from aionn.file_ranges import Identity
 
+    longest = max(map(len, [getattr(asked, "name", ""), *(location for location, _ in asked.beside)]))
+    if longest > MOST_NAME:
+        raise CallerError(f"the model or a file has a name of {longest} characters, but the service takes {MOST_NAME}; rename it")
     if len(asked.beside) > MOST_BESIDE:
         raise CallerError(f"the model has {len(asked.beside)} files beside it, but the service takes {MOST_BESIDE}; save it in fewer files")
     files: dict[str, int] = {"": asked.file, **dict(asked.beside)}
-    found = tuple((name, Identity.of(_checked_file(fd))) for name, fd in files.items())
+    statuses = [_checked_file(fd) for fd in files.values()]
+    found = tuple(zip(files, map(Identity.of, statuses), strict=True))
     size_bytes = sum(identity.size for _, identity in found)
     if size_bytes > MOST_BYTES_OF_AN_APP:
         raise QuotaError(
@@ -168,7 +198,7 @@ def _checked_files(asked: OpenModel | DigestModel) -> tuple[dict[str, int], tupl
             limit=MOST_BYTES_OF_AN_APP,
             used=0,
         )
-    return files, found
+    return files, found, all(status.st_nlink for status in statuses)
 
 
 def _checked_file(fd: int) -> os.stat_result:
@@ -227,4 +257,7 @@ def _checked(options: bytes) -> dict[str, Any]:
     for name in how:
         if name not in OPTIONS:
             raise CallerError(f"options has {name!r}; expected some of {', '.join(OPTIONS)}")
+    wanted = math.prod(count for name in ("threads", "instances") if isinstance(count := how.get(name, 1), int))
+    if wanted > MOST_THREADS:
+        raise CallerError(f"options ask for {wanted} engine threads, but the service gives one model {MOST_THREADS}; ask for fewer")
     return how

@@ -29,8 +29,9 @@ from weakref import WeakKeyDictionary, WeakSet
 import anyio
 import msgspec
 
-from aionn.errors import AionnError, CallerError, DriverDiedError, ServiceDiedError
-from aionn.hal.types import Priority
+from aionn.engines.installed import with_descriptors
+from aionn.errors import AionnError, CallerError, DriverDiedError, QuotaError, ServiceDiedError
+from aionn.hal.types import ErrorStatus, Priority
 from aionn.hal.values import as_messages
 from aionn.needs import Confinement
 from aionn.pages.layout import RELEASE
@@ -84,6 +85,9 @@ MOST_OF_A_PROCESS = 64
 MOST_CALLS = 64
 """How many calls of one app are answered at a time."""
 
+MOST_DESCRIPTORS = 512
+"""How many descriptors the calls of one app hold while they are answered."""
+
 LIMITS = PeerLimits(messages_per_second=1000, message_bytes=1 << 20)
 MOST_DRIVERS = 64
 TAKE_OVER_S = 10.0
@@ -104,6 +108,7 @@ class App:
     Attributes:
         pid: of its process, or 0 where that is in no pid namespace seen from here.
         number: by which drivers know the app: its process's, so that all its connections count for one app. Else a negative one.
+        descriptors: how many its calls hold now.
     """
 
     def __init__(self, service: Service, sock: socket.socket, connections: int) -> None:
@@ -113,7 +118,7 @@ class App:
         self._pidfd = pidfd_of_peer(sock)
         if self._pidfd >= 0:
             asyncio.get_running_loop().add_reader(self._pidfd, self._process_ended)
-        self._in_flight = 0
+        self._in_flight = self.descriptors = 0
         self._working: set[anyio.CancelScope] = set()
         self.connection = Connection(sock, self._call, self._socket_ended, limits=LIMITS)
         self.connection.greet(ServiceReady(PROTOCOL, RELEASE))
@@ -121,10 +126,13 @@ class App:
     def _call(self, call_id: int, body: HalCall[Any], descriptors: Descriptors) -> None:
         if self._in_flight >= MOST_CALLS:
             raise CallerError(f"the service answers {MOST_CALLS} calls of this app now, which is the most; wait for some of them")
+        _check_descriptors((app.descriptors for app in self._service.apps if app.number == self.number), len(descriptors))
         self._service.tasks.start_soon(self._answer, call_id, body, descriptors, name=type(body).__name__)
         self._in_flight += 1
+        self.descriptors += len(descriptors)
 
     async def _answer(self, call_id: int, body: HalCall[Any], descriptors: Descriptors) -> None:
+        count = len(descriptors)
         try:
             await self._service.answer(self, call_id, body, descriptors)
         except Exception as error:  # every call is answered, and none ends the service
@@ -133,6 +141,7 @@ class App:
             self.connection.reply_failure(call_id, error)
         finally:
             self._in_flight -= 1
+            self.descriptors -= count
             descriptors.close()
 
     @contextmanager
@@ -193,7 +202,7 @@ class Service:
         self._drivers = Drivers(state_dir, starter)
         self._sandbox = sandbox
         self._began_s = time.monotonic()
-        self._apps: set[App] = set()
+        self.apps: set[App] = set()
         self._connections = 0  # so far
         self._idle: WeakKeyDictionary[RemoteDevice, tuple[float, bool]] = WeakKeyDictionary()
         self._suspects = Suspects()
@@ -264,8 +273,8 @@ class Service:
             sock.close()
             return
         sock.setblocking(False)
-        of_process = sum(app.pid == pid for app in self._apps) if pid else 0  # other pid namespaces have no number
-        if len(self._apps) >= MOST_APPS or of_process >= MOST_OF_A_PROCESS:
+        of_process = sum(app.pid == pid for app in self.apps) if pid else 0  # other pid namespaces have no number
+        if len(self.apps) >= MOST_APPS or of_process >= MOST_OF_A_PROCESS:
             who = f"{MOST_APPS} apps are attached" if of_process < MOST_OF_A_PROCESS else f"process {pid} is attached {of_process} times"
             refusal = CallerError(f"{who} to this service, which is the most; end one of them")
             connection = Connection(sock, _ignore, lambda error: None)
@@ -273,11 +282,11 @@ class Service:
             connection.end(refusal)
             return
         self._connections += 1
-        self._apps.add(App(self, sock, self._connections))
+        self.apps.add(App(self, sock, self._connections))
 
     def remove(self, app: App) -> None:
         """Forget an app that has gone."""
-        self._apps.discard(app)
+        self.apps.discard(app)
         app.end()
 
     def end_guest(self, number: int) -> None:
@@ -324,13 +333,15 @@ class Service:
             while await _asked(device, Guests()) is None:
                 remote = await opened.devices.live(device)
             self._watch(remote)
-            pid, page, pidfd = device.pid, -1, remote.pidfd()
+            pid, page, pidfd = device.pid, -1, -1
             try:
-                if pid is None or pidfd < 0 or remote.page is None:
-                    raise ServiceDiedError(f"the driver of device {body.device!r} ended just now; ask again")
-                page = remote.page.for_reading()
-                with remote.connection.attach(0, app.number) as sock:
-                    app.connection.reply(call_id, ConnectedDriver(Fd(sock.fileno()), Fd(pidfd), Fd(page), pid, remote.page.started_ns))
+                with with_descriptors("what hands a driver over to an app"):
+                    pidfd = remote.pidfd()
+                    if pid is None or pidfd < 0 or remote.page is None:
+                        raise ServiceDiedError(f"the driver of device {body.device!r} ended just now; ask again")
+                    page = remote.page.for_reading()
+                    with remote.connection.attach(0, app.number) as sock:
+                        app.connection.reply(call_id, ConnectedDriver(Fd(sock.fileno()), Fd(pidfd), Fd(page), pid, remote.page.started_ns))
             finally:
                 _close_open(pidfd, page)
 
@@ -386,7 +397,7 @@ class Service:
                 known = tuple(msgspec.structs.replace(each, guest=max(0, each.guest)) for each in guests)
                 drivers.append(DriverFacts(device.name, device.pid, device.low_priority is None, known, models))
         seconds = time.monotonic() - self._began_s
-        return ServiceFacts(os.getpid(), RELEASE, seconds, tuple(app.pid for app in self._apps), tuple(drivers), self._sandbox)
+        return ServiceFacts(os.getpid(), RELEASE, seconds, tuple(app.pid for app in self.apps), tuple(drivers), self._sandbox)
 
     async def _end_unused(self) -> None:
         """Give up models that no client has asked for in a while, and end drivers that have had no guest and no model for a while.
@@ -439,7 +450,7 @@ class Service:
         asyncio.get_running_loop().remove_reader(listening.sock.fileno())
         self._listening = None
         listening.leave()
-        for other in list(self._apps):
+        for other in list(self.apps):
             if other is not successor:
                 self.remove(other)  # it attaches to another service when it needs a driver
         self.end()
@@ -448,7 +459,7 @@ class Service:
         if self._listening is not None:
             asyncio.get_running_loop().remove_reader(self._listening.sock.fileno())
             self._listening.leave() if self._handing_over else self._listening.end()
-        for app in list(self._apps):
+        for app in list(self.apps):
             self.remove(app)
         for _, device in self._drivers.devices():
             if await _asked(device, Guests()):
@@ -492,6 +503,23 @@ async def _drain(devices: Iterable[tuple[OpenRuntime, Device]]) -> None:
     async with anyio.create_task_group() as draining:
         for _, device in devices:
             draining.start_soon(_asked, device, Drain())
+
+
+def _check_descriptors(held: Iterable[int], more: int) -> None:
+    """Return if the calls of an app, which hold so many on its connections, may hold so many more.
+
+    Raises:
+        QuotaError: they may not.
+    """
+    used = sum(held)
+    if more and used + more > MOST_DESCRIPTORS:
+        raise QuotaError(
+            f"the calls of this app would hold {used + more} descriptors in the service, which takes {MOST_DESCRIPTORS}; wait for some",
+            status=ErrorStatus.RESOURCE_EXHAUSTED_TRANSIENT,
+            what="descriptors",
+            limit=MOST_DESCRIPTORS,
+            used=used,
+        )
 
 
 def _ignore(call_id: int, body: HalCall[Any], descriptors: Descriptors) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
 import time
@@ -16,10 +17,11 @@ import anyio
 import anyio.lowlevel
 import numpy as np
 import pytest
+from onnx import helper
 
 import aionn
 from aionn.burst.packets import DATUM_BYTES
-from aionn.driver import EngineDevice, service, sharing
+from aionn.driver import EngineDevice, sharing
 from aionn.driver.service import DeviceService
 from aionn.driver.sharing import Quotas
 from aionn.errors import CallerError, DriverDiedError, ModelQuarantinedError, QuotaError
@@ -36,6 +38,7 @@ from aionn.remote.control import PROTOCOL, Attach, Ready, Refused, error_of
 from aionn.remote.device import RemoteDevice
 from tests.conformance.test_devices import FACTOR, GOOD, channels, request, ways
 from tests.driver.test_shared_driver import Counted, N, W, X, product, until
+from tests.engines.onnx_graphs import model_of, value
 from tests.scaled_model import scaled_model
 
 pytestmark = pytest.mark.anyio
@@ -88,7 +91,7 @@ class Driver:
 
     def used(self, number: int) -> Quotas:
         tables = next((tables for tables in self.service.made.of_all if tables.app == number), None)
-        return Quotas(0, 0, 0, 0, 0, 0, 0) if tables is None else tables.used()
+        return Quotas(*[0] * 10) if tables is None else tables.used()
 
 
 @pytest.fixture
@@ -108,11 +111,11 @@ async def driver(tmp_path: Path) -> AsyncIterator[Driver]:
 
 @pytest.fixture
 def quotas(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    return lambda **given: monkeypatch.setattr(service, "QUOTAS", Quotas()._replace(**given))
+    return lambda **given: monkeypatch.setattr(sharing, "QUOTAS", Quotas()._replace(**given))
 
 
-def prepare(device: RemoteDevice, weights: Any = W) -> Any:
-    return device.prepare_model(product(weights), PrepareOptions())
+def prepare(device: RemoteDevice, weights: Any = W, threads: int = 0) -> Any:
+    return device.prepare_model(product(weights), PrepareOptions(threads=threads))
 
 
 def check(caught: pytest.ExceptionInfo[QuotaError], what: str, limit: int, used: int) -> None:
@@ -163,6 +166,19 @@ async def test_weights(driver: Driver, quotas: Any) -> None:
         await prepare(app, W * 2)
 
 
+async def test_engine_threads(driver: Driver, quotas: Any) -> None:
+    quotas(engine_threads=6)
+    async with driver.app(7) as app, driver.app(8) as other:
+        first = await prepare(app, threads=4)
+        with pytest.raises(QuotaError, match="8 engine threads of a shared driver") as caught:
+            await prepare(app, threads=4)
+        check(caught, "engine threads", 6, 4)
+        await prepare(app)
+        await prepare(other, threads=4)
+        await first.aclose()
+        await prepare(app, threads=6)
+
+
 async def test_device_buffers(driver: Driver, quotas: Any) -> None:
     quotas(buffer_bytes=N * 4)
     async with driver.app(7) as app:
@@ -178,6 +194,30 @@ async def test_device_buffers(driver: Driver, quotas: Any) -> None:
         await app.allocate(BufferDesc((1, N)), [model], roles, [])
     await gone(driver, 7)
     assert len(driver.device.buffers) == 0
+
+
+async def test_device_buffers_that_grow(driver: Driver, quotas: Any) -> None:
+    """Their extents are open when they are allocated, so they count nothing then."""
+    quotas(buffer_bytes=N * 4 * 5, buffers=2)
+    model = model_of([helper.make_node("Identity", ["x"], ["y"])], [value("x", ["n", N])], [value("y", ["n", N])], {})
+    roles = [BufferRole(0, 0, 1.0)]
+
+    def rows(count: int) -> Any:
+        return contextlib.closing(aionn.Memory.allocate(count * N * 4))
+
+    async with driver.app(7) as app:
+        prepared = await app.prepare_model(aionn.Model.from_onnx(model.SerializeToString()), PrepareOptions())
+        first, second = [await app.allocate(BufferDesc(), [prepared], roles, []) for _ in range(2)]
+        with pytest.raises(QuotaError, match="3 buffers"):
+            await app.allocate(BufferDesc(), [prepared], roles, [])
+        with rows(2) as two, rows(3) as three:
+            await first.copy_from(three, (3, N))
+            with pytest.raises(QuotaError) as caught:
+                await second.copy_from(three, (3, N))
+            check(caught, "buffer bytes", N * 4 * 5, N * 4 * 3)
+            await first.copy_from(two, (2, N))
+            await second.copy_from(three, (3, N))
+        assert driver.used(7).buffer_bytes == N * 4 * 5
 
 
 async def test_a_client_that_goes_ends_its_preparation(driver: Driver) -> None:
@@ -237,6 +277,17 @@ async def test_bursts_and_what_they_map(driver: Driver, quotas: Any) -> None:
     await gone(driver, 7)
 
 
+async def test_mapped_memories(driver: Driver, quotas: Any) -> None:
+    """A process has as many mappings as the system allows, however small they are."""
+    quotas(mapped_memories=2)
+    async with driver.app(7) as app, ways(app, aionn.Model.from_onnx(scaled_model(FACTOR))) as way:
+        assert (await way.execute("burst", GOOD)).status.name == "NONE"
+        with contextlib.closing(Region.allocate(4096)) as region:
+            refused = await way.prepared.execute(GOOD, [region, region])
+            assert "4 mapped memories" in refused.message
+        assert (await way.execute("burst", GOOD)).status.name == "NONE"
+
+
 async def test_a_burst_maps_no_more_than_the_quota(driver: Driver, quotas: Any) -> None:
     quotas(mapped_bytes=4096)
     async with driver.app(7) as app, ways(app, aionn.Model.from_onnx(scaled_model(FACTOR))) as way:
@@ -290,6 +341,22 @@ async def test_requests_in_flight(driver: Driver, quotas: Any) -> None:
         await asyncio.gather(*asking)
         await until(lambda: driver.used(7).requests_in_flight == 0)
         await prepare(same)
+
+
+async def test_a_large_graph_counts_for_many_requests(driver: Driver, quotas: Any) -> None:
+    quotas(requests_in_flight=6)
+    model = model_of([helper.make_node("Identity", ["x"], ["y"])], [value("x", [1, N])], [value("y", [1, N])], {})
+    model.graph.doc_string = "x" * (4 << 20)
+    content = model.SerializeToString()
+    driver.engine.go.clear()
+    async with driver.app(7) as app:
+        asking = [asyncio.create_task(app.prepare_model(aionn.Model.from_onnx(content), PrepareOptions())) for _ in range(2)]
+        await until(lambda: driver.used(7).requests_in_flight == 5)
+        await until(lambda: any(task.done() for task in asking))
+        driver.engine.go.set()
+        found = await asyncio.gather(*asking, return_exceptions=True)
+        assert [type(each) for each in found if isinstance(each, Exception)] == [QuotaError]
+        assert driver.used(7).requests_in_flight == 0
 
 
 async def test_an_app_that_floods_is_slowed_down(driver: Driver, quotas: Any) -> None:
@@ -379,6 +446,16 @@ async def test_of_many_idle_executables_the_latest_stay(driver: Driver, monkeypa
             await model.aclose()
         left = {shared.label for shared in driver.device.sharing.all()}
         assert left == {product(W * factor).token.hex()[:16] for factor in (2, 3, 4)}  # the last one is in use
+
+
+async def test_idle_executables_have_few_threads(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sharing, "MOST_IDLE_THREADS", 8)
+    async with driver.app(7) as app:
+        models = [await prepare(app, W * factor, threads=threads) for factor, threads in enumerate((4, 3, 4, 0), 1)]
+        for model in models:
+            await model.aclose()
+        left = {shared.label for shared in driver.device.sharing.all()}
+        assert left == {product(W * factor).token.hex()[:16] for factor in (2, 3, 4)}
 
 
 async def test_the_one_that_is_idle_for_longest_makes_room(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,7 @@ import pytest
 import aionn
 import aionn.blocking
 from aionn.driver.sharing import QUOTAS
+from aionn.hal.interfaces import PrepareOptions
 from aionn.pages.finding import find_page
 from aionn.pages.layout import HEARTBEAT, PAGE_BYTES
 from aionn.pages.record_reader import RecordReader
@@ -34,18 +35,21 @@ from aionn.remote.calls import (
     DigestModel,
     Drain,
     EndGuest,
+    EngineOptionsMessage,
     Evict,
     Fd,
     FreeBuffer,
     Guests,
     ListShared,
     OpenModel,
+    PrepareModel,
     Quarantine,
     ReadService,
     TakeOver,
 )
 from aionn.remote.connection import ControlSocket, PeerLimits
 from aionn.remote.control import GUEST_BODY_BYTES, Attach, CallMessage, Cancel, Failed, Refused, Reply, decode, encode
+from aionn.remote.device import model_message, options_message
 from aionn.service import models, server
 from aionn.service.listening import listen
 from aionn.service.server import Service
@@ -325,7 +329,9 @@ async def test_models_for_threads_count_for_the_app_that_asks(folder: Path, monk
 
     def attaches() -> None:
         for width in range(2, 8):
-            with aionn.blocking.attach(identity_model({"input": (1, width)}), devices=["reference"], service=path) as burst:
+            model = folder / f"{width}.onnx"
+            model.write_bytes(identity_model({"input": (1, width)}))
+            with aionn.blocking.attach(model, devices=["reference"], service=path) as burst:
                 burst.compute({"input": np.ones((1, width), np.float32)})
             assert len(service._models._kept) == min(width - 1, 3)
         with pytest.raises(aionn.QuotaError, match="prepares 5 bytes for one app"), monkeypatch.context() as patched:
@@ -353,6 +359,25 @@ async def test_a_larger_message_is_refused_by_the_app_and_ends_a_hostile_one(ser
             await runtime.compile(aionn.Model.from_onnx(model.SerializeToString()), devices=["reference"])
 
 
+def test_a_number_of_a_call_is_used_once(served: Served, folder: Path) -> None:
+    """What a guest prepares is kept under the number of its call, and another call of that number would take its place."""
+    model = aionn.Model.from_onnx(MODEL)
+    assert model.graph  # it is read
+    prepare = PrepareModel(model_message(model), options_message(PrepareOptions(), EngineOptionsMessage()), None)
+    with hostile(served.path) as app, hostile(served.path) as other:
+        victim = other.open_model(folder)
+        guest = app.driver()
+        for _ in range(3):
+            guest.post(CallMessage(7, prepare))
+        with pytest.raises((EOFError, ConnectionResetError)):
+            while True:
+                guest.read()
+        guest.close()
+        assert victim.call(FreeBuffer(0)) is None
+        until(lambda: [guest["models"] for guest in served.guests()] == [1])
+        victim.close()
+
+
 def test_what_an_app_sends_is_bounded(served: Served) -> None:
     with hostile(served.path) as app:
         app.sock.sendall(begun_frame(server.LIMITS.message_bytes + 1, 0))
@@ -360,6 +385,10 @@ def test_what_an_app_sends_is_bounded(served: Served) -> None:
             app.read()
     with hostile(served.path) as app:
         assert "expected the fields" in sentence(app.call(msgspec.structs.replace(DEFAULTS, needs=b"{{")))
+        with Path("/proc/self/exe").open("rb") as file:
+            assert "the service takes 4096" in sentence(app.call(OpenModel(Fd(file.fileno()), "x" * 5000, ("reference",))))
+        large = msgspec.structs.replace(DEFAULTS, environment={"AIONN_TEST_WORD": "x" * 200_000})
+        assert "driver_env has 200015 characters, but a service takes 16384" in sentence(app.call(large))
     held = [Hostile.at(served.path) for _ in range(server.MOST_OF_A_PROCESS + 5)]
     assert [isinstance(each.greeting, Refused) for each in held[:-6]] == [False] * (server.MOST_OF_A_PROCESS - 1)
     refused = held[-1].greeting
@@ -372,7 +401,9 @@ def test_what_an_app_sends_is_bounded(served: Served) -> None:
 
 def test_a_service_without_descriptors_waits_for_some(served: Served) -> None:
     pid = served.process.pid
-    served.facts()  # it listens before it has imported what it needs, and reads modules with descriptors
+    attached = Hostile.at(served.path)
+    attached.driver().close()
+    until(lambda: served.guests() == [])  # it has imported what it needs, and reads modules with descriptors
     before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
     resource.prlimit(pid, resource.RLIMIT_NOFILE, (descriptors_of(pid), before[1]))
     waiting = []
@@ -384,7 +415,10 @@ def test_a_service_without_descriptors_waits_for_some(served: Served) -> None:
     time.sleep(2.5)
     assert cpu_s(pid) - before_s < 0.5
     assert 1 <= served.log.count("an app cannot attach now") <= 4
+    assert "what hands a driver over to an app found no free file descriptor" in sentence(attached.call(DEFAULTS))
     resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
+    attached.driver().close()
+    attached.close()
     for app in waiting:
         Hostile(app).close()
 
@@ -448,7 +482,7 @@ async def test_a_model_of_a_client_that_goes_is_compiled_no_further(folder: Path
             await fake_device.heard("compile")
             call = asked(second)
             with anyio.fail_after(10):
-                while sum(app._in_flight for app in service._apps) < 2:  # noqa: ASYNC110 -- another process has no event
+                while sum(app._in_flight for app in service.apps) < 2:  # noqa: ASYNC110 -- another process has no event
                     await anyio.sleep(0.01)
             first.close()
             with anyio.fail_after(10):
@@ -464,4 +498,48 @@ async def test_a_model_of_a_client_that_goes_is_compiled_no_further(folder: Path
             fake_device.behave()
             first.close()
             second.close()
+            service.end()
+
+
+async def test_calls_that_wait_hold_few_descriptors_of_the_service(folder: Path, fake_device: FakeDevice) -> None:
+    """An app has as many over all its connections, and as before once its calls are over."""
+    path, file = str(folder / "service.sock"), folder / "model.onnx"
+    file.write_bytes(MODEL)
+    service = Looking(listen(path))
+    fake_device.hang("compile")
+    each = 61
+    most = server.MOST_DESCRIPTORS // each
+
+    def ask(app: Hostile, count: int) -> None:
+        with file.open("rb") as opened:
+            fd = Fd(opened.fileno())
+            beside = tuple((f"{number}.bin", fd) for number in range(each - 1))
+            for _ in range(count):
+                app.begin(OpenModel(fd, "", (fake_device.name,), beside=beside))
+
+    async def hold(count: int) -> None:
+        with anyio.fail_after(10):
+            while sum(app.descriptors for app in service.apps) != count:  # noqa: ASYNC110 -- another process has no event
+                await anyio.sleep(0.01)
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(service.serve)
+        apps = [await anyio.to_thread.run_sync(Hostile.at, path) for _ in range(2)]
+        try:
+            await anyio.to_thread.run_sync(ask, apps[0], most)
+            await hold(most * each)
+            await anyio.to_thread.run_sync(ask, apps[1], 1)
+            answer = await anyio.to_thread.run_sync(apps[1].read)
+            assert answer.failure.kind == "QuotaError"
+            assert f"which takes {server.MOST_DESCRIPTORS}" in sentence(answer)
+            fake_device.behave()
+            await hold(0)
+            await anyio.to_thread.run_sync(ask, apps[1], 1)
+            opened = decode((await anyio.to_thread.run_sync(apps[1].read)).answer, apps[1]._fds.__next__, OpenModel)
+            os.close(opened.pidfd)
+            os.close(opened.socket)
+        finally:
+            fake_device.behave()
+            for app in apps:
+                app.close()
             service.end()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import mmap
 import os
 import select
 import shutil
@@ -26,6 +27,7 @@ import pytest
 import aionn
 import aionn.blocking
 from aionn import file_ranges
+from aionn.file_ranges import Identity
 from aionn.graph.files import OpenFile
 from aionn.remote.calls import ConnectDriver, DigestModel, Fd, ListShared
 from aionn.remote.control import HEADER, PROTOCOL, CallMessage, Failed, ServiceReady, decode, encode, failure_of, no_fd
@@ -36,8 +38,10 @@ from aionn.runtime.processes.process import DriverProcess
 from aionn.service import drivers, models, server
 from aionn.service.listening import listen
 from aionn.testing import identity_model
+from tests import apps
 from tests.apps import run_app
 from tests.leaks import driver_pids, leak_check
+from tests.scaled_model import scaled_model
 from tests.service.hostile import Hostile, hostile
 from tests.service.served import App, Looking, Served, alive, evicted, forked_app, odd_descriptor, parent_of
 
@@ -511,6 +515,54 @@ async def test_a_thread_attaches_without_an_event_loop(served: Served, silero_pa
     await until(lambda: served.guests() == [])
 
 
+def test_a_model_that_was_written_just_now_is_read_again_for_the_next_client(served: Served, folder: Path) -> None:
+    """A change within a tick of the kernel's clock leaves a file's times as they are, and so does one through a mapping."""
+    contents = [scaled_model(np.full(SHAPE, gain, np.float32)) for gain in (2, 3)]
+    path = folder / "model.onnx"
+    path.write_bytes(bytes(len(contents[0])))
+    found = []
+    with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as mapping:
+        for content in contents:
+            mapping[:] = content
+            with aionn.blocking.attach(path, devices=REFERENCE, service=served.path) as burst:
+                found.append((float(burst.compute({"x": np.ones(SHAPE, np.float32)})["y"].max()), Identity.of(path.stat())))
+    (before, identity), (after, same) = found
+    assert identity == same, "the times show the change"
+    assert (before, after) == (2.0, 3.0)
+
+
+def test_a_service_keeps_no_model_without_a_file(served: Served) -> None:
+    """No other client can ask for it, and each app that dies and is started again would leave the memory of one."""
+
+    def held() -> int:
+        folder = Path(f"/proc/{served.process.pid}/fd")
+        return sum("memfd:aionn-model" in os.readlink(link) for link in folder.iterdir() if os.path.lexists(link))
+
+    with aionn.blocking.attach(identity_model({"input": SHAPE}), devices=REFERENCE, service=served.path) as burst:
+        for _ in range(3):
+            with aionn.blocking.attach(identity_model({"input": SHAPE}), devices=REFERENCE, service=served.path):
+                assert (burst.compute({"input": np.ones(SHAPE, np.float32)})["input_out"] == 1).all()
+        by = time.monotonic() + 30
+        while held():
+            assert time.monotonic() < by
+        assert (burst.compute({"input": np.ones(SHAPE, np.float32)})["input_out"] == 1).all()
+
+
+def test_a_service_that_finds_a_model_in_its_cache_imports_no_numpy(
+    folder: Path, silero_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(apps, "template", None)  # a copy of it would have imported NumPy
+    for hit in (False, True):  # to compile, the service reads the graph with the package onnx, which imports NumPy
+        served = Served(folder)
+        try:
+            with aionn.blocking.attach(silero_path, service=served.path):
+                (driver,) = served.facts()["drivers"]
+                for pid, imports in ((driver["pid"], True), (served.process.pid, not hit)):
+                    assert ("multiarray" in Path(f"/proc/{pid}/maps").read_text(encoding="utf-8")) is imports
+        finally:
+            served.end()
+
+
 def test_a_driver_that_dies_after_it_was_offered_costs_a_thread_no_try(served: Served, folder: Path) -> None:
     model = folder / "model.onnx"
     model.write_bytes(identity_model({"input": SHAPE}))
@@ -529,6 +581,8 @@ def test_a_threads_client_says_what_is_wrong(served: Served, folder: Path) -> No
         aionn.blocking.attach(broken, service=served.path)
     with pytest.raises(aionn.CallerError, match="options has 'colour'; expected some of preference"):
         aionn.blocking.attach(broken, service=served.path, options={"colour": 1})
+    with pytest.raises(aionn.CallerError, match="ask for 66 engine threads, but the service gives one model 64"):
+        aionn.blocking.attach(broken, service=served.path, options={"threads": 33, "instances": 2})
     with pytest.raises(aionn.DeviceUnavailableError, match="nope"):
         aionn.blocking.attach(broken, service=served.path, devices=["nope"])
 
@@ -627,7 +681,9 @@ async def test_a_driver_stays_while_it_keeps_a_model_and_ends_after_it(folder: P
 
 async def test_what_no_client_has_asked_for_is_given_up_with_the_memory_of_its_files(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A client passes a file that its model does not name, keeps its burst and goes on; the service keeps neither model nor file."""
-    beside = os.memfd_create("beside-of-an-app")
+    file = folder / "beside-of-an-app"
+    file.touch()
+    beside = os.open(file, os.O_RDONLY)
 
     def held() -> int:
         links = (os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if os.path.lexists(f"/proc/self/fd/{fd}"))
