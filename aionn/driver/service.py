@@ -234,7 +234,7 @@ class DeviceService:
         assert self._brought_by is not None
         try:
             try:
-                self.made.check_quota("clients", 0)
+                self.made.check_quota(clients=0)
                 await self.start()
                 await self.ended.wait()
             except QuotaError as error:
@@ -270,7 +270,7 @@ class DeviceService:
         await self.made.aclose()
 
     def _call(self, call_id: int, body: HalCall[Any], descriptors: Descriptors) -> None:
-        self.made.check_quota("requests_in_flight", _weight(body))
+        self.made.check_quota(requests_in_flight=_weight(body))
         self.made.in_flight += _weight(body)
         self._tasks.start_soon(self._serve, call_id, body, descriptors, name=type(body).__name__)
 
@@ -372,11 +372,9 @@ class DeviceService:
 
     async def _keep(self, call_id: int, length: int, options: PrepareOptions, prepare: Callable[[], Awaitable[IPreparedModel]]) -> Prepared:
         """Prepare a model with so many bytes of weights, and keep it for the client."""
-        size = length, options.threads * (options.instances or 1)
-        if self.made.app:
-            for what, more in zip(("prepared_models", "weights_bytes", "engine_threads"), (1, *size), strict=True):
-                self.made.check_quota(what, more)
-        self.made.preparing[call_id] = size
+        threads = options.threads * (options.instances or 1)
+        self.made.check_quota(prepared_models=1, weights_bytes=length, engine_threads=threads)
+        self.made.preparing[call_id] = size = length, threads
         try:
             prepared = await prepare()
         finally:
@@ -467,7 +465,7 @@ class DeviceService:
         wrong = check_request(list(prepared.inputs.items()), list(prepared.outputs.items()), body.request, sizes)
         if wrong is not None:
             raise CallerError(wrong)
-        self.made.check_mapped(sizes)
+        self.made.check_quota(mapped_memories=len(sizes), mapped_bytes=sum(sizes))
         pools: list[IMemory | IBuffer] = []
         for pool in body.pools:
             pools.append(mapped := received.memory(pool) if isinstance(pool, LentMemory) else buffers[pool])
@@ -477,7 +475,7 @@ class DeviceService:
 
     async def _configure(self, body: ConfigureExecutionBurst, received: Received) -> int:
         prepared = self.made.model(body.prepared)
-        self.made.check_quota("bursts")
+        self.made.check_quota(bursts=1)
         channels = received.queue(body.request_channel), received.queue(body.result_channel)
         number = self._last_number = self._last_number + 1
         callback = BurstCallback(self._connection, number, self.made)
@@ -561,7 +559,7 @@ class BurstCallback:
         regions: list[Region] = []
         with ExitStack() as mapped:
             for lent in memories:
-                self.made.check_mapped([lent.description.size_bytes])
+                self.made.check_quota(mapped_memories=1, mapped_bytes=lent.description.size_bytes)
                 regions.append(region := mapped.enter_context(closing(attach(lent))))
                 self.made.note_mapped(region)
                 region.forget_descriptor()

@@ -26,7 +26,7 @@ import fcntl
 import logging
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple, TypeVar
 
@@ -423,50 +423,43 @@ class ClientTables:
             requests_in_flight=sum(tables.in_flight for tables in own),
         )
 
-    def check_quota(self, what: str, more: int = 1) -> None:
-        """Check that the app may use so much more of a field of `Quotas`. The owner of the driver has no quota.
+    def check_quota(self, **more: int) -> None:
+        """Check that the app may use so much more of fields of `Quotas`. The owner of the driver has no quota.
 
         Raises:
             QuotaError: it would be over its quota.
         """
         if self.app == 0:
             return
-        used, limit = getattr(self.used(), what), getattr(QUOTAS, what)
-        if used + more > limit:
-            name = what.replace("_", " ")
-            raise QuotaError(
-                f"this app would use {used + more} {name} of a shared driver, but one app may use {limit}; release some first, or "
-                "give this app its own driver with Runtime(service='off')",
-                status=ErrorStatus.RESOURCE_EXHAUSTED_PERSISTENT,
-                what=name,
-                limit=limit,
-                used=used,
-            )
+        used = self.used()
+        for what, count in more.items():
+            now, limit, name = getattr(used, what), getattr(QUOTAS, what), what.replace("_", " ")
+            if now + count > limit:
+                raise QuotaError(
+                    f"this app would use {now + count} {name} of a shared driver, but one app may use {limit}; release some first, or "
+                    "give this app its own driver with Runtime(service='off')",
+                    status=ErrorStatus.RESOURCE_EXHAUSTED_PERSISTENT,
+                    what=name,
+                    limit=limit,
+                    used=now,
+                )
 
     def model_of(self, received: Received, message: ModelMessage) -> PooledModel:
         """Return the client's model, whose pools are mapped only within the quota."""
-        self.check_quota("weights_bytes", sum(lent.description.size_bytes for lent in message.pools))
+        self.check_quota(weights_bytes=sum(lent.description.size_bytes for lent in message.pools))
         return received.model(message)
 
     async def keep_buffer(self, buffer: IBuffer) -> int:
         """Keep a buffer for the client, within its quota. Returns the buffer's token."""
         try:
-            self.check_quota("buffers")
-            self.check_quota("buffer_bytes", getattr(buffer, "size_bytes", 0))
+            self.check_quota(buffers=1, buffer_bytes=getattr(buffer, "size_bytes", 0))
         except QuotaError:
             await buffer.aclose()
             raise
         if self.app and hasattr(buffer, "bound"):  # where its extents are open, it grows in the engine's threads
-            buffer.bound(partial(self.check_quota, "buffer_bytes"))
+            buffer.bound(lambda more: self.check_quota(buffer_bytes=more))
         self.buffers[buffer.token] = buffer
         return buffer.token
-
-    def check_mapped(self, sizes: Iterable[int]) -> None:
-        """Check that the app may have further memories of these sizes mapped. The errors are those of `check_quota`."""
-        if self.app:
-            sizes = list(sizes)
-            self.check_quota("mapped_memories", len(sizes))
-            self.check_quota("mapped_bytes", sum(sizes))
 
     def note_mapped(self, region: Region) -> None:
         """Count a region for the app until it is closed."""
