@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -41,14 +41,8 @@ class EngineBuffer:
         return 0 if memory is None else memory.size
 
     def bound(self, check: Callable[[int], None]) -> None:
-        """Ask `check` before each reservation from now on, in any thread, by how many bytes it grows. What that raises is the answer."""
-        reserve = self._buffer.reserve
-
-        def within(needed: int) -> Any:
-            check(needed - self.size_bytes)
-            return reserve(needed)
-
-        self._buffer.reserve = within
+        """Ask `check` before each reservation from now on; see `DeviceBuffer`."""
+        self._buffer.check = check
 
     def of(self, buffers: DeviceBuffers) -> bool:
         """Return whether the buffer belongs to that device."""

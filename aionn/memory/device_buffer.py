@@ -59,7 +59,7 @@ class DeviceBuffer:
         initial_dimensions: what desc and roles say together. An open axis may differ from execution to execution.
         bound_dimensions: what desc and input roles say together. What an output's declaration adds may prove wrong.
         memory: its present bytes. None before the first success of a buffer with open dimensions.
-        reserve: returns zeroed memory of a size in bytes, in any thread.
+        check: asked before each reservation, in any thread, by how many bytes the buffer grows. What it raises is the answer.
     """
 
     def __init__(
@@ -74,7 +74,8 @@ class DeviceBuffer:
     ) -> None:
         self.token, self.type, self.roles = token, type, roles
         self.initial_dimensions, self.bound_dimensions = initial_dimensions, bound_dimensions
-        self.reserve, self._lock = reserve, lock
+        self._reserve, self._lock = reserve, lock
+        self.check: Callable[[int], None] | None = None
         self._dimensions = initial_dimensions
         self.memory: NDArray[np.uint8] | None = None
         self._shown: tuple[NDArray[np.uint8], tuple[int, ...], NDArray[Any], NDArray[Any]] | None = None
@@ -169,7 +170,9 @@ class DeviceBuffer:
         needed = _size_of(shape, self.type)
         if self.memory is not None and self.memory.size == needed:
             return self.memory
-        return np.frombuffer(self.reserve(needed), np.uint8)
+        if self.check is not None:
+            self.check(needed - (0 if self.memory is None else self.memory.size))
+        return np.frombuffer(self._reserve(needed), np.uint8)
 
     def as_array(self, memory: NDArray[np.uint8], shape: tuple[int, ...], *, writeable: bool) -> NDArray[Any]:
         """Return the same bytes in the buffer's type and that shape.

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import socket
 import time
+import weakref
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -218,6 +220,14 @@ async def test_device_buffers_that_grow(driver: Driver, quotas: Any) -> None:
             await first.copy_from(two, (2, N))
             await second.copy_from(three, (3, N))
         assert driver.used(7).buffer_bytes == N * 4 * 5
+        freed = [weakref.ref(buffer) for buffer in driver.device.buffers._buffers.values()]
+        gc.disable()
+        try:
+            await first.aclose()
+            await second.aclose()
+            await until(lambda: [each() for each in freed] == [None, None])
+        finally:
+            gc.enable()
 
 
 async def test_a_client_that_goes_ends_its_preparation(driver: Driver) -> None:
