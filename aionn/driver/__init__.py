@@ -10,7 +10,8 @@
     values     runs with strings, sequences, maps or optionals
     options    the facts that an engine may leave out, and the options that apps give it
     compiling  one compilation by an engine, and better artifacts that the engine offers while it runs
-    sharing    the executables of prepared models: one per instance, shared by prepared models of the same model
+    sharing    the executables of prepared models: one per instance, shared by prepared models of the same model;
+               and what each client of a driver has made and may use
     joining    requests of several callers in one run
     lanes      the threads of a prepared model, one per instance: each waits for requests natively, and runs them by priority
     threads    the threads for compiling and loading

@@ -1,6 +1,6 @@
 """An `IDevice` as a driver process offers it: control calls become HAL calls on the device.
 
-Every call runs in a separate task. Each object that the client made (a prepared model, a burst or a buffer) is in one table here.
+Every call runs in a separate task. Each object that the client made (a prepared model, a burst or a buffer) is in its `ClientTables`.
 `aclose` frees all of them when the client has gone.
 
 A client may bring further clients (`Attach`). Each has its connection and its tables, so it can name only what is its own. It holds one

@@ -14,7 +14,7 @@ A driver that several apps share believes no token, because an app could claim t
 the driver has digested itself: all that the engine reads of the model, or the bytes of the verified cache files. `digested` makes sure
 that no app can change these bytes afterwards.
 
-`ClientTables` has what each client of a driver has made, and counts what its app uses (`Quotas`).
+`ClientTables` holds what a client of a driver has made, and counts what the client's app uses (`Quotas`).
 
 Use all of this from the loop, except `digested` and `Shared.executables`, which block, and `check_quota`.
 """
@@ -485,7 +485,14 @@ def _remove(table: dict[object, int], key: object) -> None:
 
 
 def known(table: Mapping[int, T], number: int, what: str) -> T:
-    """Return what a client has named by its number. Raises CallerError if there is no such thing."""
+    """Return the entry of a client's table with that number.
+
+    Args:
+        what: the kind of entry, for the error.
+
+    Raises:
+        CallerError: the table has no such entry.
+    """
     try:
         return table[number]
     except KeyError:

@@ -125,13 +125,11 @@ class KeptModels:
                     for_asked_s = math.inf if shows_changes((identity for _, identity in which), began_ns) else began_s
                     kept = _Compiled(KeptModel(opened.session, what, found), app, size_bytes, for_asked_s, began_s)
                     opened.health.watch(kept.model)
-                    if named:  # else no other client can ask for it; the driver has it until this one has gone
-                        self._kept[key] = kept
-                        self._make_room(app)
         kept.used_s = time.monotonic()
-        if named:
+        if named:  # else no other client can ask for it; the driver has it until this one has gone
             self._kept[key] = kept
             self._kept.move_to_end(key)
+            self._make_room(app)
         prepared = (await kept.model.live()).prepared
         if not isinstance(prepared, RemotePreparedModel):
             raise CallerError(
