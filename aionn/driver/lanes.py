@@ -28,6 +28,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import sys
 import threading
 import time
 from collections import deque
@@ -185,6 +187,9 @@ class Lanes:
     def _serve(self, lane: Lane) -> None:
         try:
             self._work(lane)
+        except BaseException:  # a fault of aionn, because what an execution raises is its answer
+            sys.excepthook(*sys.exc_info())
+            os.abort()  # what this lane has taken is never answered, and its callers learn that at once
         finally:
             self._threads -= 1
             if not self._threads and self._closed is not None:

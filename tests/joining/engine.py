@@ -5,10 +5,13 @@ It writes the rows of each run into the file that AIONN_JOINED_RUNS names. What 
     raise   a run with several rows fails, after it was compiled
     mix     a run with several rows is wrong from its 20th time on, as of a kernel that mixes rows now and then
     die     a run with several rows kills the process
+    cancel  a run with several rows fails as a cancelled task does
+    fault   joining itself raises at the first request, as a fault of aionn would
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import time
@@ -18,6 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from aionn.driver.joining.joined_runs import Joining
 from aionn.hal import Artifact, CacheFiles, CompileOptions, Executable, ExecutionReport, Model, Needs
 
 NAME, BETTER = "tests.joining.engine:Doubling", "tests.joining.engine:BetterDoubling"
@@ -59,6 +63,8 @@ class Doubled:
             self._joined += 1
             if act == "raise":
                 raise RuntimeError("this kernel takes one row")
+            if act == "cancel":
+                raise asyncio.CancelledError
             if act == "die":
                 os.kill(os.getpid(), signal.SIGKILL)
             if act == "mix" and self._joined > 20:
@@ -80,6 +86,8 @@ class Doubling:
         return [True] * len(model.operations)
 
     def compile(self, model: Model, options: CompileOptions) -> Doubled:
+        if os.environ.get("AIONN_JOINED_ACT") == "fault":
+            Joining.run = None  # type: ignore[method-assign, assignment]
         return Doubled(model)
 
     def export(self, executable: Executable) -> Artifact | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
 import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
@@ -73,10 +74,11 @@ async def calls(compilation: aionn.Compilation, rounds: int, callers: int = CALL
             tasks.start_soon(one, caller)
 
 
+@pytest.mark.parametrize("act", ["raise", "cancel"])
 async def test_a_joined_run_that_fails_is_repeated_row_by_row_and_its_size_rests(
-    rows_run: Callable[[], list[list[float]]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    act: str, rows_run: Callable[[], list[list[float]]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setenv("AIONN_JOINED_ACT", "raise")
+    monkeypatch.setenv("AIONN_JOINED_ACT", act)
     async with runtime_of() as runtime:
         compilation = await runtime.compile(doubling(), devices=(NAME,), batch=aionn.Batching())
         with caplog.at_level(logging.WARNING):
@@ -169,6 +171,20 @@ async def test_a_death_in_a_joined_run_reaches_all_of_its_callers(
         await runtime.swap(compilation, doubling("another"))
         assert compilation._parts.kept_model.joined_deaths == 0
         assert compilation.batching.reason == ""
+
+
+async def test_a_fault_in_a_lane_ends_the_driver_at_once(
+    rows_run: Callable[[], list[list[float]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its request is never answered. The caller need not wait until a driver without progress counts as hung."""
+    monkeypatch.setenv("AIONN_JOINED_ACT", "fault")
+    async with runtime_of() as runtime:
+        compilation = await runtime.compile(doubling(), devices=(NAME,), batch=aionn.Batching())
+        async with compilation.burst() as burst:
+            with pytest.raises(DriverDiedError) as died:
+                await burst.compute({"x": row(1)})
+        assert died.value.exit_code == -signal.SIGABRT
+        assert "'NoneType' object is not callable" in "".join(died.value.__notes__)
 
 
 async def test_a_late_or_left_request_behind_a_long_run_ends_in_time_and_a_late_one_never_runs(

@@ -253,7 +253,7 @@ class Joining:
             if self._must_verify() and not self._verified(lane, together[0][2], batch, made[0]):
                 raise _MixedError("a row of a joined run differs from the same row alone")
             verified_ns = time.monotonic_ns()
-        except (Exception, SystemExit) as error:  # it may belong to any of the rows
+        except BaseException as error:  # as in `Bound`; it may belong to any of the rows
             self._repeat(lane, together, rows, answers, error)
             return
         for index, (number, bound, held) in enumerate(together):
@@ -264,8 +264,8 @@ class Joining:
                     if name not in made[index]:
                         outputs[name][...] = place
                 result = execution.settle(held, made[index], report.on_device_ns, began_ns if timed else 0)
-            except (Exception, SystemExit) as error:  # it is that row's own
-                result = result_of(error) if isinstance(error, Exception) else result_of(AionnError(text_of(error)))
+            except BaseException as error:  # it is that row's own
+                result = result_of(error)
             finally:
                 held.undo()
             answers[number] = bound.bodies.of(result)
@@ -310,7 +310,7 @@ class Joining:
             answers[number] = self._run_alone(lane, bound)
         if isinstance(error, _MixedError):
             return
-        if all(_succeeded(answers[number]) for number, _, _ in together):
+        if all(decode_result(answers[number] + result_identity_datum(0, 0)).result.status is ErrorStatus.NONE for number, _, _ in together):
             self.sizes.failed(rows)
             logger.warning("a joined run of %d rows failed (%s), but not each request alone; fewer rows are joined now", rows, why)
         else:
@@ -337,12 +337,9 @@ class Joining:
         """Return whether the first row of a joined run equals that row alone."""
         from aionn.driver.joining.probing import alike  # few runs are verified
 
-        inputs = {name: np.array(place, order="C") for name, place in batch.gathers[0].items()}
-        inputs = {name: inputs[name] for name in held.arrays.inputs}
-        single = lane.executable.run(inputs, {}, False).outputs
-        exact = self._batching.tolerance == "exact"
-        found = {**batch.scatters[0], **made}
-        return all(alike(single[name], array, exact) for name, array in found.items())
+        inputs = {name: np.array(batch.gathers[0][name], order="C") for name in held.arrays.inputs}
+        single, exact = lane.executable.run(inputs, {}, False).outputs, self._batching.tolerance == "exact"
+        return all(alike(single[name], array, exact) for name, array in {**batch.scatters[0], **made}.items())
 
     def _count(self, rows: int, took_ns: int, runs: int = 1) -> None:
         """Count a run that was timed. `runs`: with those like it that are not."""
@@ -361,10 +358,6 @@ class Joining:
 
 class _MixedError(Exception):
     """A joined run has shown that the rows of the model do not stay apart."""
-
-
-def _succeeded(answer: bytes) -> bool:
-    return decode_result(answer + result_identity_datum(0, 0)).result.status is ErrorStatus.NONE
 
 
 def _shared_of(layout: Layout, held: Held) -> list[bytes]:
