@@ -58,7 +58,8 @@ MOST: dict[str, tuple[int, int, int]] = {
 # 33 what one hostile app of a service could do to the others, and drivers that do not end when they are killed
 # 73 bounds of what one app of a service holds (threads, descriptors, variables, buffers that grow, small memories, calls that wait, models
 #    without a file), files that changed just now, and a service that imports no NumPy (rows V1 and V3)
-MOST_CODE_LINES = 45_452
+# 55 adapters: packets that cannot be decoded, a model whose first run never ends, sockets that are removed, and smaller mends
+MOST_CODE_LINES = 45_507
 MOST_FILES = 328
 MOST_LINES_OF_C = 5_880
 MOST_NAMES_DEFINED_TWICE = 0

@@ -127,7 +127,9 @@ class AionnInferenceExecutor:
         """
         if not hasattr(ctx, _EXECUTOR_OF_JOB):
             raise CallerError(f"install: {type(ctx).__name__} has no executor to replace; pass this executor to the objects that take one")
-        others = getattr(ctx, _EXECUTOR_OF_JOB)
-        if others is not self:
+        each = others = getattr(ctx, _EXECUTOR_OF_JOB)
+        while isinstance(each, AionnInferenceExecutor) and each is not self:
+            each = each._others
+        if each is not self:  # else it is reached already, perhaps behind others that were installed later
             self._others = others
             setattr(ctx, _EXECUTOR_OF_JOB, self)

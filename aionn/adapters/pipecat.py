@@ -112,8 +112,8 @@ class AionnVADAnalyzer(VADAnalyzer):
         super().set_sample_rate(sample_rate)
 
     def num_frames_required(self) -> int:
-        """Return the samples of one window: 256 at 8,000 Hz and 512 at 16,000 Hz."""
-        return _WINDOW[self.sample_rate]
+        """Return the samples of one window: 256 at 8,000 Hz and 512 at 16,000 Hz. `set_sample_rate` comes before."""
+        return _WINDOW[_checked_rate(self.sample_rate)]
 
     def voice_confidence(self, buffer: bytes) -> float:
         """Return how sure the model is that the window has speech, from 0.0 to 1.0. It waits in the calling thread.
@@ -122,9 +122,10 @@ class AionnVADAnalyzer(VADAnalyzer):
             buffer: one window of signed 16-bit samples of one channel.
 
         Raises:
-            CallerError: the buffer is not one window. Or `connect` gives another model, or its compilation or this analyzer is closed.
+            CallerError: the buffer is not one window, or `set_sample_rate` has not been called. Or `connect` gives another model, or its
+                compilation or this analyzer is closed.
         """
-        window = _WINDOW[self.sample_rate]
+        window = _WINDOW[_checked_rate(self.sample_rate)]
         if len(buffer) != 2 * window:
             raise CallerError(f"voice_confidence: {len(buffer)} bytes; give one window of {window} samples of 16 bits, {2 * window} bytes")
         np.divide(np.frombuffer(buffer, np.int16), 32768, out=self._input[0, -window:], dtype=np.float32)

@@ -119,7 +119,7 @@ def listen(path: str, option: str = "--socket", taken: str = "take its place wit
             sock.listen(BACKLOG)
         except OSError as error:
             sock.close()
-            raise AionnError(f"the service cannot listen at {path}: {error.strerror}; give another path with {option}") from error
+            raise AionnError(f"the service cannot listen at {path}: {error.strerror or error}; give another path with {option}") from error
     except BaseException:
         os.close(lock)
         raise

@@ -13,6 +13,7 @@ camera, or after `timeout_s` for a URL.
 
 from __future__ import annotations
 
+import logging
 import re
 import threading
 import time
@@ -42,6 +43,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Camera", "Picture", "Pixels", "Sound", "audio", "video"]
 
+logger = logging.getLogger("aionn.sources")
+
 T = TypeVar("T")
 
 FORMATS = ("rgb24", "bgr24", "gray")
@@ -49,6 +52,9 @@ LAYOUTS = ("NCHW", "NHWC", "CHW", "HWC")
 
 MOST_PACKETS = 256
 """Of so many packets the times are kept until their pictures come."""
+
+MOST_BAD_PACKETS = 300
+"""A source that gives so many packets in a row which cannot be decoded has failed. Lost data spoils a stream until its next key frame."""
 
 RECENT_NS = 10_000_000_000
 """A picture that is older when it comes was stamped by another clock."""
@@ -265,12 +271,12 @@ class Camera:
 
         with self._place.open("video") as container:
 
-            def decoded() -> Iterator[av.VideoFrame]:
+            def packets() -> Iterator[av.Packet[av.VideoStream]]:
                 for packet in container.demux(video=0):
                     came[packet.pts] = time.monotonic_ns()
-                    yield from packet.decode()
+                    yield packet
 
-            for index, frame in enumerate(self._place.read(decoded())):
+            for index, frame in enumerate(self._place.read(self._place.decoded(packets()))):
                 decoded_ns = time.monotonic_ns()
                 time_s = None if frame.time is None else float(frame.time)
                 if self._pace.wait(time_s):
@@ -438,6 +444,33 @@ class _Place:
             yield found
             del found  # a picture must not be held while the next one is decoded
 
+    def decoded(self, packets: Iterable[av.Packet[Any]]) -> Iterator[Any]:
+        """Yield what packets decode to. One that cannot be decoded is left out: a camera sends such where data is lost on its way.
+
+        Raises:
+            av.FFmpegError: no packet can be decoded, or not one of many in a row.
+        """
+        wrong: av.FFmpegError | None = None
+        good, bad = False, 0  # whether something was decoded, and packets since then that were left out
+        for packet in packets:
+            try:
+                frames = packet.decode()
+            except av.EOFError:
+                break
+            except av.FFmpegError as error:  # mostly an InvalidDataError, but each decoder has its own
+                if wrong is None:
+                    logger.warning("source %r: packets that cannot be decoded are left out (%s)", self.name, self._reason(error))
+                wrong, bad = error, bad + 1
+                if bad == MOST_BAD_PACKETS:
+                    raise
+                continue
+            if frames:
+                good, bad = True, 0
+            yield from frames
+            del frames  # a picture must not be held while the next one is decoded
+        if wrong is not None and not good:
+            raise wrong
+
     def captured_ns(self, time_s: float | None, came_ns: int) -> int:
         """Return when a picture was captured. The kernel stamps those of V4L2 devices, by the monotonic clock with most drivers."""
         stamped_ns = int((time_s or 0.0) * 1e9)
@@ -503,7 +536,7 @@ def _sounds(place: _Place, name: str, samples: int, rate: int, context: int, pac
         resampler = av.AudioResampler(format="fltp", rate=rate, frame_size=samples)
 
         def resampled() -> Iterator[av.AudioFrame]:
-            for frame in container.decode(audio=0):
+            for frame in place.decoded(container.demux(audio=0)):
                 yield from resampler.resample(frame)
             yield from resampler.resample(None)
 

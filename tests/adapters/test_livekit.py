@@ -11,6 +11,7 @@ import sys
 import wave
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import anyio
@@ -174,6 +175,20 @@ async def test_nonsense_reaches_its_caller_only(fake: FakeDevice) -> None:
                 await executor.do_inference(method, data)
             assert await executor.do_inference("same", DATA) == DATA
         assert await executor.do_inference("none", DATA) is None
+
+
+async def test_an_executor_that_is_installed_again_behind_another_stays_there(fake: FakeDevice) -> None:
+    """Where it came to the front, each of the two would have asked the other one, without an end."""
+    async with aionn.Runtime() as runtime:
+        method = OnnxMethod(await compiled(runtime, fake), decode, encode)
+        one, two = AionnInferenceExecutor({"one": method}), AionnInferenceExecutor({"two": method})
+        job: Any = SimpleNamespace(_inf_executor=None)
+        for executor in (one, two, one, two, one):
+            executor.install(job)
+        assert job._inf_executor is two
+        assert await job._inf_executor.do_inference("one", DATA) == DATA
+        with pytest.raises(aionn.CallerError, match="no model has the method 'three'; the methods are 'one'"):
+            await job._inf_executor.do_inference("three", DATA)
 
 
 async def test_mistakes_get_a_sentence(fake: FakeDevice) -> None:

@@ -216,6 +216,10 @@ async def test_mistakes_get_a_sentence(silero_path: Path) -> None:
         voices.AionnVADAnalyzer("model.onnx")  # type: ignore[arg-type]
     with pytest.raises(aionn.CallerError, match="sample rate of 44100; Silero VAD takes 8000 or 16000 Hz"):
         voices.AionnVADAnalyzer(lambda: None, sample_rate=44100)  # type: ignore[arg-type, return-value]
+    unset = voices.AionnVADAnalyzer(lambda: None)  # type: ignore[arg-type, return-value]
+    for ask in (unset.num_frames_required, partial(unset.voice_confidence, WINDOW)):
+        with pytest.raises(aionn.CallerError, match="sample rate of 0; Silero VAD takes 8000 or 16000 Hz"):
+            ask()
     with pytest.raises(aionn.CallerError, match="timeout_s is 0"):
         voices.AionnVADAnalyzer(lambda: None, timeout_s=0)  # type: ignore[arg-type, return-value]
     model = aionn.Model.from_onnx(silero_path)

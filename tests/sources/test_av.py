@@ -332,6 +332,57 @@ def test_a_file_that_was_cut_off_gives_what_is_there(tmp_path: Path, clip: Path)
     assert 0 < len(list(video(tmp_path / "cut.mkv"))) < 6
 
 
+def spoiled(path: Path, bad: range) -> Path:
+    """A file of 40 pictures, each a packet of its own. The packets with these numbers hold zeros."""
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("mjpeg", rate=25)
+        stream.width, stream.height, stream.pix_fmt = 64, 48, "yuvj420p"
+        for number in range(40):
+            for packet in stream.encode(av.VideoFrame.from_ndarray(np.full((48, 64, 3), number, np.uint8), format="rgb24")):
+                written = packet
+                if number in bad:
+                    written = av.Packet(bytes(packet.size))
+                    written.pts, written.dts, written.time_base, written.stream = packet.pts, packet.dts, packet.time_base, packet.stream
+                container.mux(written)
+    return path
+
+
+def test_packets_that_cannot_be_decoded_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As where a camera's data was lost on its way. Streams of a shared camera go on, too."""
+    assert [item.tag.pts for item in video(spoiled(tmp_path / "some.avi", range(10, 13)))] == [*range(10), *range(13, 40)]
+    assert [record.message for record in caplog.records] == [
+        f"source '{tmp_path}/some.avi': packets that cannot be decoded are left out (Invalid data found when processing input)"
+    ]
+
+
+def test_packets_of_sound_that_cannot_be_decoded_are_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "sound.mka"
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("aac", rate=16_000)
+        for number in range(40):
+            frame = av.AudioFrame.from_ndarray(np.zeros((1, 1024), np.float32), format="fltp", layout="mono")
+            frame.sample_rate, frame.pts = 16_000, 1024 * number
+            for packet in stream.encode(frame):
+                written = packet
+                if number == 20:
+                    written = av.Packet(b"\xff" * packet.size)
+                    written.pts, written.dts, written.time_base, written.stream = packet.pts, packet.dts, packet.time_base, packet.stream
+                container.mux(written)
+    assert len(list(audio(path, samples=1024))) >= 30  # 20 before it, and most of those after it
+
+
+def test_a_source_that_cannot_be_decoded_any_more_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("aionn.sources.av.MOST_BAD_PACKETS", 6)
+    assert len(list(video(spoiled(tmp_path / "five.avi", range(10, 15))))) == 35
+    pictures = video(spoiled(tmp_path / "six.avi", range(10, 16)))
+    assert len([next(pictures) for _ in range(10)]) == 10
+    with pytest.raises(SourceError, match="cannot be read any further: Invalid data found"):
+        next(pictures)
+    monkeypatch.setattr("aionn.sources.av.MOST_BAD_PACKETS", 1000)
+    with pytest.raises(SourceError, match="cannot be read any further: Invalid data found"):
+        next(video(spoiled(tmp_path / "all.avi", range(40))))
+
+
 def test_a_read_that_fails_is_said_in_one_sentence(clip: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened = av.open
 

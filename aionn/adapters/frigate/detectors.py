@@ -14,7 +14,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from itertools import count
+from secrets import token_hex
 from typing import Any
 
 import anyio
@@ -25,7 +25,7 @@ import aionn
 from aionn.adapters.frigate.decoding import SIZES
 from aionn.adapters.frigate.messages import DTYPES
 from aionn.caching.private_folder import make_folder, name_folder, remove_folder
-from aionn.errors import AionnError, CallerError
+from aionn.errors import AionnError, CallerError, DeadlineError
 from aionn.events import DriverEnded
 from aionn.tasks import run_in_thread
 
@@ -38,6 +38,8 @@ MOST_WAITING = 8
 """So many clients wait while a model of another one is prepared. They are fewer than the requests that may be in work."""
 
 LOAD_S = 300.0
+OPEN_S = 30.0
+"""How long the first run of a model may take. Each later one has the 200 ms of Frigate's detector."""
 
 
 class Detector:
@@ -83,7 +85,7 @@ class Detector:
             return
         self._opening = True
         try:
-            await self._burst.compute(self._inputs(np.zeros(shape, dtype), *shape[:-3:-1]), retry=1)
+            await self._burst.compute(self._inputs(np.zeros(shape, dtype), *shape[:-3:-1]), timeout_s=OPEN_S, retry=1)
         finally:
             self._opening = False
 
@@ -120,7 +122,6 @@ class Detectors:
     def __init__(self, runtime: aionn.Runtime, options: Mapping[str, Any], most_bytes: int, told: Callable[[str], None]) -> None:
         self._runtime, self._options, self._most_bytes, self._told = runtime, options, most_bytes, told
         self._received: dict[bytes, tuple[Detector, str]] = {}
-        self._numbers = count(1)
         self._receiving = anyio.Lock()
         self._arriving_bytes = 0
         self._folder, self._held = "", -1
@@ -194,7 +195,7 @@ class Detectors:
                 raise OSError("there is no folder for a temporary file; set TMPDIR")
             self._held = make_folder(folder)
             self._folder = folder
-        path = os.path.join(self._folder, f"{next(self._numbers)}.onnx")
+        path = os.path.join(self._folder, f"{token_hex(16)}.onnx")  # which no other model can name as the file of its external data
         try:
             with open(path, "xb") as file:
                 file.write(data)
@@ -210,10 +211,20 @@ class Detectors:
             burst = await compilation.burst(name=name).__aenter__()
             detector = Detector(name, model, compilation, burst)
             await detector.open()
-        except BaseException:
+        except BaseException as error:
             await compilation.aclose()
+            if isinstance(error, DeadlineError):
+                await self._end_endless(compilation.device)
             raise
         return detector
+
+    async def _end_endless(self, name: str) -> None:
+        """End a run that may never end by itself, with its driver. The other models of that driver are opened again (`watch`)."""
+        device = next(device for device in self._runtime.devices if device.name == name)
+        try:
+            await device.restart()
+        except AionnError as error:
+            logger.warning("the first run of a received model goes on in its driver: %s", error)
 
     async def watch(self) -> None:
         """Open every model again when a driver has died. Returns when the runtime is closed."""

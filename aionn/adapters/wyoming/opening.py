@@ -40,7 +40,9 @@ async def open_models(
         if is_voice(file):
             voices.append(file)
         elif embeddings_of(file):
-            files.setdefault(path.stem, file)  # .tflite comes first, where a folder has both
+            before = files.setdefault(path.stem, file)  # .tflite comes first, where a folder has both
+            if before.path.parent != path.parent:
+                raise CallerError(f"{str(before.path)!r} and {str(path)!r} are both the wake word {path.stem!r}; give one of them")
         else:
             found = ", ".join(f"{name!r} {list(operand.dimensions or ())}" for name, operand in file.model.inputs.items())
             wanted = "a wake word of openWakeWord takes [1, 16, 96], and Silero VAD takes 'input' and 'state'"

@@ -41,6 +41,8 @@ from aionn.errors import AionnError
 logger = logging.getLogger("aionn.wyoming")
 
 MOST_SATELLITES = 1000
+LINGER_S = 2.0
+"""How long a client that goes on sending may take to read why its connection ends."""
 PER_MS = 16
 REFRACTORY_SAMPLES = 2000 * PER_MS
 """After a detection a word is not detected again for so long. Its score stays high for some windows."""
@@ -106,6 +108,10 @@ class Satellite:
         except AionnError as error:
             logger.warning("%s: %s", self._peer, error)
             await write_event(self._writer, Error(str(error), type(error).__name__))
+            self._writer.write_eof()
+            with anyio.move_on_after(LINGER_S):  # a connection that is closed with unread bytes loses what was written last
+                while await self._reader.read(MOST_LINE_BYTES):
+                    pass
 
     @property
     def _peer(self) -> str:

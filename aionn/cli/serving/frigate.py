@@ -12,6 +12,8 @@ import aionn
 from aionn.cli.printing import NotDoneError, UsageError, say
 from aionn.cli.serving.listening import until_sigterm
 from aionn.errors import AionnError
+from aionn.hal.types import MAX_THREADS
+from aionn.loopless import checked_count
 from aionn.memory.limits import raise_file_limit
 from aionn.service.listening import Listening, listen
 from aionn.service.models import cache_folder
@@ -58,6 +60,8 @@ def serve(options: ServeFrigateOptions) -> None:
         raise UsageError(
             f"--timeout-ms is {options.timeout_ms}; give the request_timeout_ms of Frigate's detector, which is 200 by default"
         )
+    if options.threads is not None:
+        checked_count("--threads", options.threads, 1, MAX_THREADS)  # a model that a detector sends may come much later
     if options.model is not None and not Path(options.model).is_file():
         raise UsageError(f"there is no file {options.model!r}; give the path of an ONNX file")
     raise_file_limit()  # each client takes a descriptor
@@ -72,8 +76,8 @@ async def _serve(listening: Listening, options: ServeFrigateOptions) -> None:
     compile_options: dict[str, Any] = {"threads": options.threads, "cache_dir": options.cache_dir or cache_folder("frigate")}
     if options.device:
         compile_options["devices"] = tuple(options.device)
-    with until_sigterm():
-        start = None if options.model and not options.device else ()  # no driver that no model needs yet
+    with until_sigterm(listening):
+        start = options.device or (None if options.model else ())  # no driver that no model needs yet
         async with aionn.Runtime(name="frigate", service=options.service, state_dir=options.state_dir, start=start) as runtime:
             detectors = Detectors(runtime, compile_options, options.max_model_bytes, say)
             most_bytes = MOST_TENSOR_BYTES if options.model else max(MOST_TENSOR_BYTES, 2 * options.max_model_bytes)

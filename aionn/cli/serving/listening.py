@@ -12,8 +12,11 @@ from contextlib import contextmanager
 import anyio
 
 from aionn.cli.printing import NotDoneError, address_of
+from aionn.service.listening import Listening
 
 BACKLOG = 2048
+LOOK_S = 2.0
+"""How often to look whether a socket still lies at its path."""
 
 
 def tcp_socket(listen: str, option: str) -> socket.socket:
@@ -36,8 +39,23 @@ def tcp_socket(listen: str, option: str) -> socket.socket:
 
 
 @contextmanager
-def until_sigterm() -> Iterator[None]:
-    """Cancel the body when SIGTERM comes, and go on behind it. For the main thread's event loop."""
+def until_sigterm(listening: Listening) -> Iterator[None]:
+    """Cancel the body when SIGTERM comes, and go on behind it. For the main thread's event loop.
+
+    Raises:
+        NotDoneError: the socket on which the body listens has been removed, so no client finds it any more.
+    """
+    loop = asyncio.get_running_loop()
+
+    def look() -> None:
+        if listening.reachable:
+            loop.call_later(LOOK_S, look)
+        else:
+            scope.cancel()
+
     with anyio.CancelScope() as scope:
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, scope.cancel)
+        loop.add_signal_handler(signal.SIGTERM, scope.cancel)
+        look()
         yield
+    if not listening.reachable:
+        raise NotDoneError(f"the socket {listening.path} has been removed; start this command again")

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from urllib.parse import urlsplit
@@ -14,7 +13,7 @@ import aionn
 from aionn.cli.printing import UsageError, say, show_warnings, url_of
 from aionn.cli.serving.listening import tcp_socket, until_sigterm
 from aionn.memory.limits import raise_file_limit
-from aionn.service.listening import listen
+from aionn.service.listening import Listening, listen
 
 try:
     from aionn.adapters.wyoming.opening import open_models
@@ -46,30 +45,30 @@ def serve(options: ServeWyomingOptions) -> None:
         raise UsageError(f"--threshold {options.threshold:g}: give a score between 0 and 1")
     show_warnings(logging.INFO)
     raise_file_limit()  # each satellite takes a descriptor
-    sock, where, end = _listening(options.uri)
+    listening, where = _listening(options.uri)
     try:
-        aionn.run(_serve, options, sock, where)
+        aionn.run(_serve, options, listening, where)
     finally:
-        end()
+        listening.end()
 
 
-def _listening(uri: str) -> tuple[socket.socket, str, Callable[[], None]]:
-    """Return the socket, its address for people, and what ends it."""
+def _listening(uri: str) -> tuple[Listening, str]:
+    """Return the socket, and its address for people."""
     parts = urlsplit(uri)
     if parts.scheme == "tcp" and not parts.path.strip("/"):
         sock = tcp_socket(parts.netloc, "--uri")
         host, port = sock.getsockname()[:2]
-        return sock, url_of(host, port, "tcp"), sock.close
+        return Listening(sock, -1, ""), url_of(host, port, "tcp")
     if parts.scheme == "unix" and not parts.netloc and parts.path:
         listening = listen(os.path.abspath(parts.path), "--uri", "give another path with --uri")
-        return listening.sock, f"unix://{listening.path}", listening.end
+        return listening, f"unix://{listening.path}"
     raise UsageError(f"--uri {uri!r} is not an address; give one as tcp://0.0.0.0:10400 or unix:///run/user/1000/wake.sock")
 
 
-async def _serve(options: ServeWyomingOptions, sock: socket.socket, where: str) -> None:
-    with until_sigterm():
-        async with aionn.Runtime(start=(), name="serve-wyoming", service=options.service) as runtime, AsyncExitStack() as stack:
+async def _serve(options: ServeWyomingOptions, listening: Listening, where: str) -> None:
+    with until_sigterm(listening):
+        async with AsyncExitStack() as stack, aionn.Runtime(start=(), name="serve-wyoming", service=options.service) as runtime:
             heard = await open_models(runtime, stack, options.models, options.features, options.threshold)
             hears = [*heard.words, *(["voice activity"] if heard.voice is not None else [])]
             say(f"listening on {where} for {', '.join(hears)}")
-            await serve_satellites(heard, sock)
+            await serve_satellites(heard, listening.sock)

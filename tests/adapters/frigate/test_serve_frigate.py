@@ -18,10 +18,15 @@ from typing import Any
 
 import anyio
 import numpy as np
+import onnx
 import onnxruntime
+import psutil
 import pytest
 from numpy.typing import NDArray
+from onnx import TensorProto, helper, numpy_helper
 
+import aionn
+from aionn.adapters.frigate import detectors
 from aionn.cli import main
 from aionn.cli.checks.frigate import frigate
 from aionn.testing import FakeDevice, fake_model, identity_model
@@ -139,6 +144,43 @@ def test_a_model_that_does_not_serve(folder: Path, name: str, content: bytes, se
         assert server.end() == 0
 
 
+def endless() -> bytes:
+    """A model whose loop takes years."""
+    numbers = helper.make_tensor_value_info
+    body = helper.make_graph(
+        [helper.make_node("Identity", ["go"], ["goes"]), helper.make_node("Sin", ["v"], ["w"])],
+        "body",
+        [numbers("i", TensorProto.INT64, []), numbers("go", TensorProto.BOOL, []), numbers("v", TensorProto.FLOAT, (1, 3, 8, 8))],
+        [numbers("goes", TensorProto.BOOL, []), numbers("w", TensorProto.FLOAT, (1, 3, 8, 8))],
+    )
+    picture, output = (numbers(name, TensorProto.FLOAT, (1, 3, 8, 8)) for name in ("picture", "detections"))
+    constants = [numpy_helper.from_array(np.array(2**60), "times"), numpy_helper.from_array(np.array(True), "yes")]
+    loop = helper.make_node("Loop", ["times", "yes", "picture"], ["detections"], body=body)
+    graph = helper.make_graph([loop], "endless", [picture], [output], constants)
+    return bytes(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8).SerializeToString())
+
+
+@pytest.mark.anyio
+async def test_a_model_whose_first_run_never_ends_is_refused_and_its_run_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models of other clients wait for it, and its run would keep a CPU for good."""
+    monkeypatch.setattr(detectors, "OPEN_S", 1.0)
+    async with aionn.Runtime() as runtime:
+        serving = detectors.Detectors(runtime, {"devices": ("onnxruntime",)}, 10**6, lambda _: None)
+        try:
+            with pytest.raises(aionn.DeadlineError):
+                await serving.receive("endless.onnx", memoryview(endless()))
+            driver = psutil.Process(next(device.pid for device in runtime.devices if device.name == "onnxruntime"))
+            right = await serving.receive("right.onnx", memoryview(named("ssd").model()))
+            assert serving.find("endless.onnx") is None
+            assert serving.find("right.onnx") is right
+            before = driver.cpu_times()
+            await anyio.sleep(1)
+            after = driver.cpu_times()
+            assert after.user + after.system - before.user - before.system < 0.5
+        finally:
+            serving.end()
+
+
 def test_the_model_that_was_unused_for_longest_makes_room(folder: Path) -> None:
     kind = named("ssd")
     with serve_frigate(folder, *PATIENT) as server, ExitStack() as stack:
@@ -171,7 +213,7 @@ def test_a_name_is_never_a_path(folder: Path, name: str) -> None:
         files = [
             Path(path) for place in ("/dev/shm", "/tmp", "/var/tmp") for path in glob(f"{place}/aionn-exports-{server.process.pid}-*/*")
         ]
-        assert [path.name for path in files] == ["1.onnx"]
+        assert [re.sub("[0-9a-f]{32}", "", path.name) for path in files] == [".onnx"]
         assert files[0].parent.stat().st_mode & 0o777 == 0o700
         assert server.end() == 0
     assert not files[0].parent.exists()
@@ -275,6 +317,29 @@ def test_a_client_that_connects_anew_gets_no_answer_of_a_model_that_it_has_not_a
         assert server.end() == 0
 
 
+def test_a_server_whose_socket_is_removed_ends(folder: Path) -> None:
+    with serve_frigate(folder) as server:
+        (folder / "detector").unlink()
+        server.until(f"aionn: the socket {folder}/detector has been removed; start this command again")
+        assert server.process.wait() == 1
+
+
+def test_a_model_cannot_read_the_file_of_another_one_as_its_external_data(folder: Path) -> None:
+    """It tries each name that stands in the folder of received models, as far as a client can know it."""
+    kind = named("ssd")
+    with serve_frigate(folder, *PATIENT) as server, patient(server.address) as client:
+        assert client.sends("first.onnx", kind.model())["model_loaded"]
+        spy = onnx.load_model_from_string(kind.model())
+        weights = spy.graph.initializer[0]
+        weights.data_location = TensorProto.EXTERNAL
+        for name in ("0.onnx", "1.onnx", "2.onnx", "first.onnx"):
+            del weights.external_data[:]
+            weights.external_data.add(key="location", value=name)
+            assert not client.sends("spy.onnx", spy.SerializeToString())["model_loaded"]
+            server.until("'spy.onnx' of a client does not serve: ")
+        assert server.end() == 0
+
+
 def test_the_drivers_of_a_service(folder: Path) -> None:
     kind = named("yolox")
     service = Served(folder)
@@ -326,7 +391,10 @@ def test_an_endpoint_where_another_server_listens(folder: Path, capfd: pytest.Ca
         (("--endpoint", "ipc://{folder}/plain.onnx"), 2, "plain.onnx is not a socket; give another path with --endpoint"),
         (("--model", "missing.onnx"), 2, "there is no file 'missing.onnx'"),
         (("--model", "{folder}/plain.onnx"), 1, "not an ONNX model"),
+        (("--endpoint", "ipc://{folder}/" + "n" * 90), 1, "AF_UNIX path too long; give another path with --endpoint"),
         (("--timeout-ms", "0"), 2, "--timeout-ms is 0"),
+        (("--threads", "0"), 2, "--threads=0; give a whole number, from 1 to 1024"),
+        (("--device", "nonsense"), 2, "device 'nonsense' is not installed"),
         (("--max-model", "many"), 2, "--max-model 'many' is not a number of bytes"),
         (("--service", "{folder}/none"), 1, "{folder}/none"),
     ],

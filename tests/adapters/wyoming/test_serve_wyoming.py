@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -192,6 +194,27 @@ async def test_a_unix_socket_belongs_to_one_server_and_a_dead_servers_is_replace
     assert not path.exists()
 
 
+def test_a_driver_that_is_stopped_holds_up_the_end_once_and_not_for_each_word() -> None:
+    """With five words it took 13 s, and Docker kills after 10."""
+    with serve_wyoming() as server:
+        for pid in server.drivers():
+            os.kill(pid, signal.SIGSTOP)
+        began_s = time.monotonic()
+        assert server.end() == 0
+        assert time.monotonic() - began_s < 9
+
+
+async def test_a_server_whose_socket_is_removed_ends(recording: Recording, tmp_path: Path) -> None:
+    """As by what cleans a folder of temporary files. No client finds it any more, and it would keep the next one from the path."""
+    path = tmp_path / "wake.sock"
+    with serve_wyoming(*words_of(recording), uri=f"unix://{path}") as server:
+        path.unlink()
+        server.until(f"aionn: the socket {path} has been removed; start this command again")
+        assert await anyio.to_thread.run_sync(server.process.wait) == 1
+    with serve_wyoming(*words_of(recording), uri=f"unix://{path}") as server:
+        assert server.end() == 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "sentence"),
     [
@@ -205,6 +228,7 @@ async def test_a_unix_socket_belongs_to_one_server_and_a_dead_servers_is_replace
         (("--model", "{folder}/zeros/zeros.tflite"), 2, "zeros.tflite': these bytes are not a .tflite file"),
         (("--model", "{magika}"), 2, "and Silero VAD takes 'input' and 'state'"),
         (("--model", "{silero}", "--model", "{silero_batch}"), 2, "are both models of voice activity; give one of them"),
+        (("--model", "{word}", "--model", "{folder}/twin/{stem}.onnx"), 2, "are both the wake word '{stem}'; give one of them"),
         (("--model", "{word}"), 2, "there is no melspectrogram.tflite or melspectrogram.onnx in"),
         (("--model", "{word}", "--features", "{folder}/other"), 2, "whose spectrogram has 8 rows of 32"),
     ],
@@ -217,11 +241,13 @@ def test_wrong_usage_is_one_sentence(
     (tmp_path / "other").mkdir()
     for name in ("melspectrogram", "embedding_model"):
         (tmp_path / "other" / f"{name}.onnx").write_bytes(_same())
-    names = {name: str(carried(name)) for name in ("magika", "silero", "silero_batch")}
+    (tmp_path / "twin").mkdir()
+    shutil.copy(recording.word, tmp_path / "twin" / recording.word.name)
+    names = {name: str(carried(name)) for name in ("magika", "silero", "silero_batch")} | {"stem": recording.word.stem}
     given = [one.format(folder=tmp_path, word=recording.word, **names) for one in arguments]
     assert main(["serve-wyoming", *(["--uri", "tcp://127.0.0.1:0"] if "--uri" not in given else []), *given]) == code
     errors = capfd.readouterr().err
-    assert sentence in errors.splitlines()[-1]
+    assert sentence.replace("{stem}", recording.word.stem) in errors.splitlines()[-1]
     assert "Traceback" not in errors
 
 
