@@ -422,6 +422,26 @@ async def test_closing_what_it_belongs_to_ends_the_call(what: str, fake: FakeDev
         assert isinstance(await in_thread(outcome, compilation.blocking().open), aionn.CallerError)
 
 
+async def test_a_queue_that_the_driver_closes_when_the_runtime_ends_is_no_error_of_the_driver(fake: FakeDevice) -> None:
+    """The driver may free its part before the thread hears of the end."""
+    async with leak_check(), aionn.Runtime() as runtime:
+        compilation = await compiled(runtime, fake)
+        session = compilation._parts.kept_model.session
+        for ending, kind in ((False, aionn.ExecutionError), (True, aionn.CallerError)):
+            with compilation.blocking() as burst:
+                right(burst, 1)
+                link = burst._connection.link
+                assert link is not None
+                await link._parts[0].context.aclose()
+                session._open = not ending
+                try:
+                    with pytest.raises(kind):
+                        for number in range(2, 100):  # the answer to a request that came before may still be there
+                            right(burst, number)
+                finally:
+                    session._open = True
+
+
 async def test_the_thread_of_the_loop_may_call_as_long_as_the_loop_is_not_needed(fake: FakeDevice) -> None:
     async with leak_check(), aionn.Runtime() as runtime:
         compilation = await compiled(runtime, fake)

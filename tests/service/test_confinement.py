@@ -163,8 +163,9 @@ async def test_a_service_without_its_starter_says_so_and_serves_on(served: Serve
         compilation = await runtime.compile(MODEL, devices=REFERENCE)
         os.kill(starter_of(served), signal.SIGKILL)
         async with aionn.Runtime(service=served.path, start=(), driver_env={"MY_ENGINE": "two"}) as other:
-            with pytest.raises(aionn.DeviceUnavailableError, match="the process that starts drivers for this service has ended; restart"):
-                await other.compile(MODEL, devices=REFERENCE)
+            for _ in range(2):
+                with pytest.raises(aionn.DeviceUnavailableError, match="process that starts drivers for this service has ended; restart"):
+                    await other.compile(MODEL, devices=REFERENCE)
         await right(compilation.compute, 1)
 
 

@@ -22,6 +22,8 @@ from aionn.runtime.processes.starter_program import CONNECT, MOST_BYTES, ORDERS_
 from aionn.sandbox.filter import CHECKED, MACHINES
 
 _ANSWER_S = 5.0
+_ENDED = (errno.EPIPE, errno.ECONNRESET, errno.EBADF)
+"""Of an order to a process that has ended: now, or before an earlier order, after which the socket was closed."""
 
 
 class Starter:
@@ -87,8 +89,9 @@ class Starter:
             socket.send_fds(self._orders, [order], given)
             if is_readable(self._orders.fileno(), _ANSWER_S):
                 said, fds, _, _ = socket.recv_fds(self._orders, MOST_BYTES, 1)
-        except ConnectionError:
-            pass
+        except OSError as error:
+            if error.errno not in _ENDED:
+                raise
         if not said:
             self._orders.close()  # a late answer would be taken for one to the next order
             raise OSError(errno.ECHILD, "the process that starts drivers for this service has ended; restart the service")

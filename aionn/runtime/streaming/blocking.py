@@ -24,10 +24,10 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from aionn import trace
-from aionn.errors import AionnError, CallerError, DriverDiedError, again
+from aionn.errors import AionnError, CallerError, DriverDiedError, ExecutionError, again
 from aionn.fmq import completed
 from aionn.fmq.thread_waits import ThreadWaits
-from aionn.hal.types import Operand
+from aionn.hal.types import ErrorStatus, Operand
 from aionn.remote.attached import AttachedDriver, ModelGoneError
 from aionn.remote.device import RemotePreparedModel
 from aionn.runtime.executing.arguments import Outputs
@@ -137,6 +137,10 @@ class BlockingConnection(OwnerOfDrivers):
             if waits.calls or (waits.timers and waits.timers[0][0] <= monotonic_ns()):
                 waits.turn()
             return completed(work)
+        except ExecutionError as error:
+            if error.status is ErrorStatus.DEVICE_UNAVAILABLE:
+                self.check_process()  # the driver may have ended before this thread heard that the runtime ends
+            raise
         except AionnError:
             raise
         except BaseException:
