@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from secrets import token_hex
 from typing import Any
@@ -214,17 +214,18 @@ class Detectors:
         except BaseException as error:
             await compilation.aclose()
             if isinstance(error, DeadlineError):
-                await self._end_endless(compilation.device)
+                await self._end_endless(compilation.device.split("+"))  # of a model that is cut, several
             raise
         return detector
 
-    async def _end_endless(self, name: str) -> None:
-        """End a run that may never end by itself, with its driver. The other models of that driver are opened again (`watch`)."""
-        device = next(device for device in self._runtime.devices if device.name == name)
-        try:
-            await device.restart()
-        except AionnError as error:
-            logger.warning("the first run of a received model goes on in its driver: %s", error)
+    async def _end_endless(self, names: Sequence[str]) -> None:
+        """End a run that may never end by itself, with its drivers. Their other models are opened again (`watch`)."""
+        for device in self._runtime.devices:
+            try:
+                if device.name in names:
+                    await device.restart()
+            except AionnError as error:
+                logger.warning("the first run of a received model goes on in its driver: %s", error)
 
     async def watch(self) -> None:
         """Open every model again when a driver has died. Returns when the runtime is closed."""

@@ -108,7 +108,8 @@ class Satellite:
         except AionnError as error:
             logger.warning("%s: %s", self._peer, error)
             await write_event(self._writer, Error(str(error), type(error).__name__))
-            self._writer.write_eof()
+            if not self._writer.is_closing():
+                self._writer.write_eof()
             with anyio.move_on_after(LINGER_S):  # a connection that is closed with unread bytes loses what was written last
                 while await self._reader.read(MOST_LINE_BYTES):
                     pass

@@ -230,8 +230,7 @@ class Joining:
 
     def _run_together(self, lane: Lane, together: Sequence[tuple[int, Bound, Held]], answers: dict[int, bytes], taken_ns: int) -> None:
         began_ns = time.monotonic_ns()
-        first = together[0][1]
-        timed = first.measure_timing
+        timed = together[0][1].measure_timing
         requests = len(together)
         layout = together[0][2].arrays.layout
         assert layout is not None  # a request without one is alone

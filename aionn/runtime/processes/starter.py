@@ -22,8 +22,6 @@ from aionn.runtime.processes.starter_program import CONNECT, MOST_BYTES, ORDERS_
 from aionn.sandbox.filter import CHECKED, MACHINES
 
 _ANSWER_S = 5.0
-_ENDED = (errno.EPIPE, errno.ECONNRESET, errno.EBADF)
-"""Of an order to a process that has ended: now, or before an earlier order, after which the socket was closed."""
 
 
 class Starter:
@@ -90,7 +88,7 @@ class Starter:
             if is_readable(self._orders.fileno(), _ANSWER_S):
                 said, fds, _, _ = socket.recv_fds(self._orders, MOST_BYTES, 1)
         except OSError as error:
-            if error.errno not in _ENDED:
+            if self._orders.fileno() >= 0 and not isinstance(error, ConnectionError):
                 raise
         if not said:
             self._orders.close()  # a late answer would be taken for one to the next order
