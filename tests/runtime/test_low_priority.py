@@ -19,6 +19,7 @@ from aionn.hal.types import Priority
 from aionn.runtime.processes import process as process_module
 from aionn.runtime.processes.devices import Device
 from aionn.runtime.processes.liveness import waiting_cpu_ns
+from aionn.runtime.serving import serving
 from aionn.runtime.staging import stages
 from aionn.testing import FakeDevice, identity_model
 from tests.leaks import driver_pids, leak_check
@@ -196,6 +197,7 @@ async def test_low_and_usual_share_one_cache_entry(tmp_path: Path) -> None:
 
 async def test_stages_and_swaps_of_a_low_compilation_stay_in_low_processes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(stages, "RUNS", 3)
+    monkeypatch.setattr(serving, "MOVE_S", 30.0)  # a low process moves nothing while other tests want both CPUs
     with FakeDevice(AskedEngine) as quick, FakeDevice(SecondAskedEngine) as best:
         async with leak_check(), aionn.Runtime() as runtime:
             cached: dict[str, Any] = {"cache_dir": tmp_path / "cache", "token": MODEL.token}
