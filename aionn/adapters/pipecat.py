@@ -125,7 +125,7 @@ class AionnVADAnalyzer(VADAnalyzer):
             CallerError: the buffer is not one window, or `set_sample_rate` has not been called. Or `connect` gives another model, or its
                 compilation or this analyzer is closed.
         """
-        window = _WINDOW[_checked_rate(self.sample_rate)]
+        window = self.num_frames_required()
         if len(buffer) != 2 * window:
             raise CallerError(f"voice_confidence: {len(buffer)} bytes; give one window of {window} samples of 16 bits, {2 * window} bytes")
         np.divide(np.frombuffer(buffer, np.int16), 32768, out=self._input[0, -window:], dtype=np.float32)

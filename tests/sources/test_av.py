@@ -332,6 +332,13 @@ def test_a_file_that_was_cut_off_gives_what_is_there(tmp_path: Path, clip: Path)
     assert 0 < len(list(video(tmp_path / "cut.mkv"))) < 6
 
 
+def instead(packet: Any, content: bytes) -> Any:
+    """Another packet in the place of one."""
+    made = av.Packet(content)
+    made.pts, made.dts, made.time_base, made.stream = packet.pts, packet.dts, packet.time_base, packet.stream
+    return made
+
+
 def spoiled(path: Path, bad: range) -> Path:
     """A file of 40 pictures, each a packet of its own. The packets with these numbers hold zeros."""
     with av.open(str(path), "w") as container:
@@ -339,11 +346,7 @@ def spoiled(path: Path, bad: range) -> Path:
         stream.width, stream.height, stream.pix_fmt = 64, 48, "yuvj420p"
         for number in range(40):
             for packet in stream.encode(av.VideoFrame.from_ndarray(np.full((48, 64, 3), number, np.uint8), format="rgb24")):
-                written = packet
-                if number in bad:
-                    written = av.Packet(bytes(packet.size))
-                    written.pts, written.dts, written.time_base, written.stream = packet.pts, packet.dts, packet.time_base, packet.stream
-                container.mux(written)
+                container.mux(instead(packet, bytes(packet.size)) if number in bad else packet)
     return path
 
 
@@ -363,11 +366,7 @@ def test_packets_of_sound_that_cannot_be_decoded_are_left_out(tmp_path: Path) ->
             frame = av.AudioFrame.from_ndarray(np.zeros((1, 1024), np.float32), format="fltp", layout="mono")
             frame.sample_rate, frame.pts = 16_000, 1024 * number
             for packet in stream.encode(frame):
-                written = packet
-                if number == 20:
-                    written = av.Packet(b"\xff" * packet.size)
-                    written.pts, written.dts, written.time_base, written.stream = packet.pts, packet.dts, packet.time_base, packet.stream
-                container.mux(written)
+                container.mux(instead(packet, b"\xff" * packet.size) if number == 20 else packet)
     assert len(list(audio(path, samples=1024))) >= 30  # 20 before it, and most of those after it
 
 

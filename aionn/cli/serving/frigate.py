@@ -77,7 +77,7 @@ async def _serve(listening: Listening, options: ServeFrigateOptions) -> None:
     if options.device:
         compile_options["devices"] = tuple(options.device)
     with until_sigterm(listening):
-        start = options.device or (None if options.model else ())  # no driver that no model needs yet
+        start = options.device or (None if options.model else ())  # a device that is named must be there; else no driver yet
         async with aionn.Runtime(name="frigate", service=options.service, state_dir=options.state_dir, start=start) as runtime:
             detectors = Detectors(runtime, compile_options, options.max_model_bytes, say)
             most_bytes = MOST_TENSOR_BYTES if options.model else max(MOST_TENSOR_BYTES, 2 * options.max_model_bytes)

@@ -137,11 +137,9 @@ class BlockingConnection(OwnerOfDrivers):
             if waits.calls or (waits.timers and waits.timers[0][0] <= monotonic_ns()):
                 waits.turn()
             return completed(work)
-        except ExecutionError as error:
-            if error.status is ErrorStatus.DEVICE_UNAVAILABLE:
+        except AionnError as error:
+            if isinstance(error, ExecutionError) and error.status is ErrorStatus.DEVICE_UNAVAILABLE:
                 self.check_process()  # the driver may have ended before this thread heard that the runtime ends
-            raise
-        except AionnError:
             raise
         except BaseException:
             # A signal's handler may raise between any two steps. So it is not known which frames the driver may still write into.
